@@ -25,9 +25,11 @@ from fxwrap.fx_passes.attention_nodes import (
     is_tensor,
     is_zero,
     keeps_order,
+    moves_matrices,
     scales,
     sizes_of,
     swaps_last_two,
+    transposes_matrices,
     without_aliases,
 )
 from fxwrap.fx_passes.attention_sinks import Sink
@@ -65,11 +67,12 @@ class AttentionBackward:
         grad_scores: the nodes from the softmax's backward to the gradient of the matmul of queries and keys, both
             included.
         grad_query, grad_key, grad_value: the gradients of the operands of the formula's matmuls; None where unused.
-            The key's is transposed, as the operand is.
         matrices: the nodes of `grad_scores` that others read too, such as sums that are the gradients of a bias.
         inner: the nodes of the backward, without gradients of operands. Only the backward reads them, but for
             `matrices`.
         group_sums: sums of the gradients of keys and values, if they alone read these.
+        transposed: the gradients of operands that have columns first, as that of transposed keys; and the nodes that
+            compute gradients of scores that have keys as rows.
         grad_sink: the gradient of the logits of a sink; None where unused.
         logsumexp: the gradient of the log-sum-exp of each row, with the node of `grad_scores` that adds its product
             with the weights; None where unused.
@@ -82,6 +85,7 @@ class AttentionBackward:
     grad_value: Node | None
     matrices: tuple[Node, ...]
     inner: frozenset[Node]
+    transposed: frozenset[Node]
     group_sums: GroupSums | None = None
     grad_sink: Node | None = None
     logsumexp: tuple[Node, Node] | None = None
@@ -162,6 +166,7 @@ class ForwardNodes:
         dropout: what drops some weights, or None.
         sink: the logits that are concatenated to the scores, or None.
         logsumexp: the log-sum-exp of each row of scores, which others read, or None.
+        transposed: the nodes of scores and weights that have keys as rows.
     """
 
     query_key: Node
@@ -173,6 +178,12 @@ class ForwardNodes:
     dropout: Dropout | None
     sink: Sink | None = None
     logsumexp: Node | None = None
+    transposed: frozenset[Node] = frozenset()
+
+    @property
+    def is_output_transposed(self) -> bool:
+        """Whether `output` is the matmul of transposed values and transposed weights."""
+        return self.weights in self.transposed
 
 
 def find_backward(forward: ForwardNodes, fakes: NodeValues) -> AttentionBackward | None:
@@ -185,6 +196,7 @@ class _Search:
         self.forward = forward
         self.fakes = fakes
         self.inner: set[Node] = set()
+        self.transposed: set[Node] = set()
         self.grad_sink: Node | None = None
         self.grad_logsumexp: tuple[Node, Node] | None = None
 
@@ -198,8 +210,11 @@ class _Search:
         if not starts:
             return None
         start, rank = starts[0], self.fakes[starts[0]].ndim
-        if len(starts) > 1 or start.args[2] not in (-1, rank - 1):
+        dim = -2 if forward.softmax in forward.transposed else -1
+        if len(starts) > 1 or start.args[2] not in (dim, rank + dim):
             raise UnsupportedBackwardError("its weights have several gradients")
+        if forward.transposed and forward.sink is not None:
+            raise UnsupportedBackwardError("its scores are transposed, and have a sink")
         grad_output = self._grad_output(start)
         path = self._grad_scores(start)
         grad_query, grad_key = self._grad_factors(path[-1])
@@ -211,10 +226,13 @@ class _Search:
         if not read_again.issubset(path):
             raise UnsupportedBackwardError("a value that its backward computes from scores is read again")
         matrices = tuple([node for node in path if node in read_again])
+        if not self.transposed.isdisjoint(matrices):
+            raise UnsupportedBackwardError("a transposed gradient of its scores is read again")
         sums = self._group_sums(grad_key, grad_value)
         inner = frozenset(self.inner)
         return AttentionBackward(
-            grad_output, tuple(path), *gradients, matrices, inner, sums, self.grad_sink, self.grad_logsumexp
+            grad_output, tuple(path), *gradients, matrices, inner, frozenset(self.transposed), sums, self.grad_sink,
+            self.grad_logsumexp,
         )  # fmt: skip
 
     def _aliases(self, node: Node) -> list[Node]:
@@ -225,14 +243,20 @@ class _Search:
         return result
 
     def _is_swapped(self, node: object, of: object) -> bool:
-        """Whether a node transposes the last two dimensions of another one."""
-        if not isinstance(node, Node) or not swaps_last_two(node, self.fakes):
-            return False
-        return without_aliases(node.args[0]) is without_aliases(of)
+        """Whether a node transposes the last two dimensions of another one, or is what that one transposes."""
+        pairs = [(without_aliases(node), without_aliases(of)), (without_aliases(of), without_aliases(node))]
+        return any(
+            isinstance(one, Node) and swaps_last_two(one, self.fakes) and without_aliases(one.args[0]) is other
+            for one, other in pairs
+        )
 
     def _grad_output(self, start: Node) -> Node:
-        """Returns the left operand of the matmul that computes the gradient of weights."""
+        """Returns the gradient of the output that the matmul reads that computes the gradient of weights."""
         node: Any = start.args[0]
+        is_transposed, is_output_transposed = (
+            self.forward.softmax in self.forward.transposed,
+            self.forward.is_output_transposed,
+        )
         is_dropped, sink, scaled = self.forward.dropout is None, self.forward.sink, self._scaled_weights()
         while node.target not in _PRODUCTS:
             self.inner.add(node)
@@ -248,16 +272,19 @@ class _Search:
                 node, is_dropped = node.args[0], True
                 self.inner |= factor
                 continue
-            if not is_tensor(node, self.fakes) or not (is_cast(node, self.fakes) or keeps_order(node, self.fakes)):
+            is_transposed ^= transposes_matrices(node, self.fakes)
+            if not is_tensor(node, self.fakes) or not (is_cast(node, self.fakes) or moves_matrices(node, self.fakes)):
                 raise UnsupportedBackwardError("the gradient of its weights is no matmul")
             node = node.args[0]
         self.inner.add(node)
         if not is_dropped or scaled:
             raise UnsupportedBackwardError("the gradient of its weights has no dropout or factor")
-        left, right = node.args
-        if not self._is_swapped(right, self.forward.output.args[1]):
+        own = 1 if is_output_transposed else 0  # the operand of the output that weights are
+        if is_transposed != is_output_transposed or not self._is_swapped(
+            node.args[1 - own], self.forward.output.args[1 - own]
+        ):
             raise UnsupportedBackwardError("the gradient of its weights is another matmul")
-        return left  # type: ignore[no-any-return]
+        return node.args[own]  # type: ignore[no-any-return]
 
     def _scaled_weights(self) -> list[tuple[Node, Node]]:
         """Returns the calls that multiply weights by factors, in order, with the weights before them."""
@@ -297,19 +324,27 @@ class _Search:
         return dropout is not None and isinstance(number, float) and math.isclose(number, dropout.scale, rel_tol=1e-6)
 
     def _grad_value(self, grad_output: Node) -> Node | None:
-        """Returns the matmul of transposed weights and the output's gradient."""
-        for alias in self._aliases(self.forward.weights):
-            for swapped in alias.users:
-                if self._is_swapped(swapped, alias):
-                    self.inner |= {swapped, alias} - {self.forward.weights}
-                    products = [user for user in swapped.users if user.target in _PRODUCTS]
-                    if len(products) == 1 and products[0].args == (swapped, grad_output):
-                        return products[0]
+        """Returns the matmul of transposed weights and the output's gradient, or the transposed one."""
+        weights, is_transposed = self.forward.weights, self.forward.is_output_transposed
+        swapped = [
+            (user, {user, alias}) for alias in self._aliases(weights) for user in alias.users
+            if self._is_swapped(user, alias)
+        ]  # fmt: skip
+        if swaps_last_two(weights, self.fakes):
+            swapped.append((weights.args[0], set()))  # type: ignore[arg-type]
+        for node, inner in swapped:
+            operands = (grad_output, node) if is_transposed else (node, grad_output)
+            products = [user for user in node.users if user.target in _PRODUCTS and user.args == operands]
+            if len(products) == 1:
+                self.inner |= inner - {weights}
+                self.transposed |= {*products} if is_transposed else set()
+                return products[0]
         return None
 
     def _grad_scores(self, start: Node) -> list[Node]:
         """Returns the nodes from the softmax's backward to the gradient that matmuls read."""
-        path = [start]
+        path, is_transposed = [start], self.forward.softmax in self.forward.transposed
+        self.transposed |= {start} if is_transposed else set()
         while not any(user.target in _PRODUCTS for user in path[-1].users):
             node = path[-1]
             following = self._scores_of_sink(node) or [user for user in node.users if self._passes(user, node)]
@@ -318,8 +353,13 @@ class _Search:
             of_logsumexp = self._logsumexp_gradient(following[0], node)
             if of_logsumexp is not None:
                 self.grad_logsumexp = of_logsumexp, following[0]
+            before = set(self.inner)
             self._add_sides(following[0], node)
             path.append(following[0])
+            is_transposed ^= transposes_matrices(following[0], self.fakes)
+            self.transposed |= {following[0], *(self.inner - before)} if is_transposed else set()
+        if is_transposed != (self.forward.query_key in self.forward.transposed):
+            raise UnsupportedBackwardError("the gradient of its scores is transposed")
         return path
 
     def _logsumexp_gradient(self, node: Node, gradient: Node) -> Node | None:
@@ -367,7 +407,7 @@ class _Search:
         fakes = self.fakes
         if not is_tensor(user, fakes):
             return False
-        if keeps_order(user, fakes):
+        if moves_matrices(user, fakes):
             return True
         same_size = element_count(user, fakes) == element_count(node, fakes)
         return name_of(user) in ELEMENTWISE and same_size and fakes[user].dtype.is_floating_point
@@ -391,22 +431,23 @@ class _Search:
         return True
 
     def _grad_factors(self, grad: Node) -> tuple[Node | None, Node | None]:
-        """Returns the gradients of queries and transposed keys."""
-        query, key = self.forward.query_key.args[-2:]
-        grad_query = grad_key = None
+        """Returns the gradients of queries and keys, of which that of the matmul's right operand is transposed."""
+        left, right = self.forward.query_key.args[-2:]
+        grad_left = grad_right = None
         for user in grad.users:
-            if user.target in _PRODUCTS and user.args[0] is grad and self._is_swapped(user.args[1], key):
-                grad_query = user
-            elif user.target in _PRODUCTS and user.args[1] is grad and self._is_swapped(user.args[0], query):
-                grad_key = user
-        if grad_query is None and grad_key is None:
+            if user.target in _PRODUCTS and user.args[0] is grad and self._is_swapped(user.args[1], right):
+                grad_left = user
+            elif user.target in _PRODUCTS and user.args[1] is grad and self._is_swapped(user.args[0], left):
+                grad_right = user
+        if grad_left is None and grad_right is None:
             raise UnsupportedBackwardError("the gradient of its scores reaches no matmul of queries and keys")
-        return grad_query, grad_key
+        self.transposed |= {grad_right} if grad_right is not None else set()
+        return (grad_right, grad_left) if self.forward.query_key in self.forward.transposed else (grad_left, grad_right)
 
     def _group_sums(self, grad_key: Node | None, grad_value: Node | None) -> GroupSums | None:
         """Returns the sums of gradients of repeated heads; None if a gradient is read otherwise."""
-        used = [(node, node is grad_key) for node in (grad_key, grad_value) if node is not None]
-        chains = [chain for node, is_key in used if (chain := self._group_sum(node, is_key)) is not None]
+        used = [node for node in (grad_key, grad_value) if node is not None]
+        chains = [chain for node in used if (chain := self._group_sum(node, node in self.transposed)) is not None]
         if len(chains) != len(used) or not chains:
             return None
         groups = {sizes_of(chain[-2], self.fakes)[2] for chain in chains}

@@ -42,9 +42,6 @@ _SMALL = "two matmuls and a kernel between them are faster for these sizes"
 
 _WIDE = "two matmuls and a kernel between them are faster for heads of this width"
 
-_KEY = 1
-"""The position of the gradient of keys."""
-
 
 def _result_fakes(query: FakeTensor, value: FakeTensor, order: Sequence[int]) -> tuple[torch.Tensor, ...]:
     """Returns output, log-sum-exp and maxima; the output's dimensions are in memory in an order."""
@@ -186,7 +183,7 @@ class AttentionRewriter:
             backward = backward.of_key_heads()
         before = copy.node_map[min(backward.results, key=order.__getitem__)]
         grad_total, name = self._logsumexp_gradient(backward, before, results[1], name), f"{name}_backward"
-        grad_output = plain_stage(backward.grad_output, operands, fakes)
+        grad_output = plain_stage(backward.grad_output, -2 if formula.is_output_transposed else -1, operands, fakes)
         gradient = kernel_operand(copy, before, grad_output, operands, name)
         relative = copy.attribute(before, f"{name}_scores", functions.relative_score_mod)
         joint = copy.attribute(before, f"{name}_joint", functions.joint)
@@ -254,7 +251,8 @@ class AttentionRewriter:
         if spec is None or not self._reaches(formula, spec.attention.streaming_backward_sizes):
             raise UnsupportedScoresError(_SMALL)
         query: Any = formula.query_key.args[-2]
-        widths = self.fakes[query].shape[-1], self.fakes[formula.output].shape[-1]
+        output = self.fakes[formula.output].shape
+        widths = self.fakes[query].shape[-1], output[-2 if formula.is_output_transposed else -1]
         if max(map(size_hint, widths)) > spec.attention.streaming_backward_width:
             raise UnsupportedScoresError(_WIDE)
         dropout = formula.dropout
@@ -273,7 +271,7 @@ class AttentionRewriter:
             if node is not None:
                 result = copy.call(before, operator.getitem, (call, index), name, fake=gradient_fakes[index])
                 if node.target in (_aten.bmm.default, _aten.mm.default):
-                    if index == _KEY:
+                    if node in backward.transposed:
                         result = copy.call(before, _aten.transpose.int, (result, -2, -1), name)
                     sizes = copy.size_arguments(before, fakes[node].shape)
                     result = copy.call(before, _aten.view.default, (result, sizes), name)
@@ -313,21 +311,19 @@ class AttentionRewriter:
     def _gradient_fakes(
         self, tensors: Sequence[Node], backward: AttentionBackward, matrices: tuple[FakeTensor, ...]
     ) -> tuple[Any, ...]:
-        """Returns the gradients of (batch, heads, rows or keys, width), as the nodes that they replace are in memory.
-
-        Matmuls compute that of keys transposed.
-        """
+        """Returns the gradients of (batch, heads, rows or keys, width), in memory as the nodes that they replace."""
         fakes = [self.copy.fakes[item] for item in tensors]
         results = []
         nodes = (backward.grad_query, backward.grad_key, backward.grad_value)
         with in_fake_mode(fakes[0].fake_mode):
-            for index, (fake, node) in enumerate(zip(fakes, nodes, strict=True)):
+            for fake, node in zip(fakes, nodes, strict=True):
                 if node is not None and node.target not in (_aten.bmm.default, _aten.mm.default):
                     summed = self.fakes[node]
                     summed = summed.select(2, 0) if summed.ndim == 5 else summed
                     results.append(fake.new_empty_strided(summed.shape, summed.stride()))
                 else:
-                    results.append(fake.new_empty(fake.mT.shape).mT if index == _KEY else fake.new_empty(fake.shape))
+                    is_transposed = node in backward.transposed
+                    results.append(fake.new_empty(fake.mT.shape).mT if is_transposed else fake.new_empty(fake.shape))
         return (*results, matrices)
 
     def _block_mask(self, before: Node, mask_mod: torch.fx.GraphModule, name: str) -> tuple[Any, ...]:

@@ -34,7 +34,7 @@ from fxwrap.fx_passes.attention_nodes import (
     is_last_dimension,
     is_row_logsumexp,
     is_tensor,
-    keeps_order,
+    moves_matrices,
     row_reduction,
     scales,
     sizes_of,
@@ -64,7 +64,8 @@ class AttentionFormula:
         dropout: the call that drops some weights, or None; only with a backward.
         sink: the logits that are concatenated to the scores before the softmax, or None.
         logsumexp: the log-sum-exp of each row of the scores, which others read, or None.
-        transposed: the nodes of `scores` that have keys as rows. If `query_key` is one, queries are its right operand.
+        transposed: the nodes of scores, weights and their gradients that have keys as rows. If `query_key` is one,
+            queries are its right operand.
         is_output_transposed: whether `output` is the matmul of transposed values and transposed weights.
         zeroes_fully_masked_rows: whether the weights of a row are 0 where all its scores are minus infinity, not NaN.
         backward: the backward in the same graph, or None.
@@ -200,20 +201,6 @@ class _Search:
         passed, output = below
         if isinstance(output, str):
             return output
-        dropout = next((item for node in passed if (item := Dropout.of(node)) is not None), None)
-        inner, logsumexp = (*scores[1:], *self.softmax.nodes, *passed), self._logsumexp(scores)
-        try:
-            backward = self._backward(scores, passed, output, dropout, logsumexp)
-        except UnsupportedBackwardError as error:
-            return str(error)
-        if dropout is not None and backward is None:
-            return DROPOUT
-        own = {scores[0], *inner, output, *(backward.inner if backward is not None else ())}
-        own |= {dropout.mask} if dropout is not None else set()
-        own |= {logsumexp} if logsumexp is not None else set()
-        for node in (scores[0], *inner, *([dropout.mask] if dropout is not None else [])):
-            if not own.issuperset(node.users):
-                return "its weights are read again" if node in self.softmax.nodes else "its scores are read again"
         rows, keys = self._last_two(self.softmax.operand)[:: -1 if self.softmax.is_transposed else 1]
         transposed = self._transposed(scores, passed, rows, keys)
         for node in self._fixed_shapes(scores, passed):
@@ -223,16 +210,35 @@ class _Search:
         is_output_transposed = self._last_weights(passed) in transposed
         if output.args[1 if is_output_transposed else 0] is not self._last_weights(passed):
             return "its weights are no left operand of a matmul"
-        if backward is not None and transposed:
-            return "its scores are transposed, and it has a backward"
-        zeroes, sink = self._zeroes_fully_masked_rows(scores, passed), self.softmax.sink
+        dropout = next((item for node in passed if (item := Dropout.of(node)) is not None), None)
+        transposed |= {dropout.mask} if dropout is not None and dropout.output in transposed else set()
+        inner, logsumexp = (*scores[1:], *self.softmax.nodes, *passed), self._logsumexp(scores)
+        weights, sink = self._last_weights(passed), self.softmax.sink
+        try:
+            backward = find_backward(ForwardNodes(
+                scores[0], tuple(scores), self.weights, passed, weights, output, dropout, sink, logsumexp, transposed
+            ), self.fakes)  # fmt: skip
+        except UnsupportedBackwardError as error:
+            return str(error)
+        if dropout is not None and backward is None:
+            return DROPOUT
+        if backward is not None and backward.transposed and 1 in (rows, keys):
+            return "its scores are transposed vectors, and it has a backward"
+        own = {scores[0], *inner, output, *(backward.inner if backward is not None else ())}
+        own |= {dropout.mask} if dropout is not None else set()
+        own |= {logsumexp} if logsumexp is not None else set()
+        own |= {item for item in backward.results if item not in backward.matrices} if backward is not None else set()
+        for node in (scores[0], *inner, *([dropout.mask] if dropout is not None else [])):
+            if not own.issuperset(node.users):
+                return "its weights are read again" if node in self.softmax.nodes else "its scores are read again"
+        zeroes = self._zeroes_fully_masked_rows(scores, passed)
         if zeroes is None:
             return "it replaces weights of rows that may be NaN"
         if zeroes and sink is not None:
             return "its sink is that of a safe softmax"
         return AttentionFormula(
             self.weights, scores[0], tuple(scores), output, inner, passed, zeroes, backward, dropout, sink, logsumexp,
-            transposed, is_output_transposed,
+            transposed | (backward.transposed if backward is not None else frozenset()), is_output_transposed,
         )  # fmt: skip
 
     def _logsumexp(self, scores: Sequence[Node]) -> Node | None:
@@ -292,16 +298,6 @@ class _Search:
         """Returns the weights that the last matmul reads."""
         return (self.weights, *passed)[-1]
 
-    def _backward(
-        self, scores: Sequence[Node], passed: tuple[Node, ...], output: Node, dropout: Dropout | None,
-        logsumexp: Node | None,
-    ) -> AttentionBackward | None:  # fmt: skip
-        weights, sink = self._last_weights(passed), self.softmax.sink
-        forward = ForwardNodes(
-            scores[0], tuple(scores), self.weights, passed, weights, output, dropout, sink, logsumexp
-        )  # fmt: skip
-        return find_backward(forward, self.fakes)
-
     def _fixed_shapes(self, scores: Sequence[Node], passed: Sequence[Node]) -> list[Node]:
         """Returns the nodes that must have rows and keys as their last dimensions."""
         dropout = {item.output for node in passed if (item := Dropout.of(node)) is not None}
@@ -318,7 +314,7 @@ class _Search:
         if node.target in _PRODUCTS:
             return [node]
         operands: Sequence[Any] = ()
-        if self._moves_matrices(node):
+        if moves_matrices(node, self.fakes):
             operands = node.args[:1]
         elif isinstance(node.target, OpOverload) and name_of(node) in ELEMENTWISE:
             size = element_count(node, self.fakes)
@@ -340,8 +336,12 @@ class _Search:
 
     def _product_after(self, node: Node, passed: tuple[Node, ...]) -> tuple[tuple[Node, ...], Node | str] | None:
         users = [user for user in node.users if user.op != "output"]
-        product = next((user for user in users if user.target in _PRODUCTS), None)
-        if product is not None:
+        moved = [item for item in passed if transposes_matrices(item, self.fakes)]
+        own = (self.softmax.is_transposed + len(moved)) % 2  # transposed weights are a right operand
+        products = [user for user in users if user.target in _PRODUCTS]
+        product = next((user for user in products if user.args[own] is node), products[0] if products else None)
+        transposes = [user for user in users if transposes_matrices(user, self.fakes)]
+        if product is not None and (product.args[own] is node or not transposes):  # a backward reads weights, too
             is_operand = product.target is not _aten.baddbmm.default and product.args[0] is not product.args[1]
             return passed, product if is_operand else "its weights are no left operand of a matmul"
         dropout = next((item for user in users if (item := Dropout.of(user)) is not None), None)
@@ -350,17 +350,13 @@ class _Search:
         if any(_drops_out(user, node) for user in users):
             return passed, DROPOUT
         for user in users:
-            passes = self._moves_matrices(user) or is_cast(user, self.fakes) or self._drops_sink(user, passed)
+            passes = moves_matrices(user, self.fakes) or is_cast(user, self.fakes) or self._drops_sink(user, passed)
             passes |= scales(user, node, self.fakes)
             is_near = len(passed) < _MAX_DEPTH
             result = self._product_after(user, (*passed, user)) if passes and is_near else None
             if result is not None:
                 return result
         return None
-
-    def _moves_matrices(self, node: Node) -> bool:
-        """Whether a call returns the elements of its operand in their order, or transposes its matrices."""
-        return keeps_order(node, self.fakes) or transposes_matrices(node, self.fakes)
 
     def _drops_sink(self, node: Node, passed: Sequence[Node]) -> bool:
         """Whether a call drops the weights of a sink, before a dropout."""

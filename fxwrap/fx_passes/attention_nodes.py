@@ -108,6 +108,11 @@ def transposes_matrices(node: Node, fakes: NodeValues) -> bool:
     return len(moved) > 1 and [*moved[:-2], moved[-1], moved[-2]] == sorted(moved)
 
 
+def moves_matrices(node: Node, fakes: NodeValues) -> bool:
+    """Whether a call returns the elements of its operand in their order, or transposes its matrices."""
+    return keeps_order(node, fakes) or transposes_matrices(node, fakes)
+
+
 def is_cast(node: Node, fakes: NodeValues) -> bool:
     """Whether a call casts its operand to a floating-point dtype."""
     return name_of(node) == "to_copy" and is_tensor(node, fakes) and bool(fakes[node].is_floating_point())
@@ -176,7 +181,7 @@ CONSTANTS = frozenset({"full", "full_like", "new_full", "new_ones", "new_zeros",
 
 _MATMULS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default})
 _MOVED = ("cat", "constant_pad_nd", "expand", "permute", "select", "slice", "transpose")
-_BOUNDED = ("add", "baddbmm", "div", "masked_fill", "mul", "neg", "sub", "tanh", "to_copy", "where")
+_BOUNDED = ("add", "baddbmm", "div", "masked_fill", "mul", "neg", "rsub", "sigmoid", "sub", "tanh", "to_copy", "where")
 _MAX_DEPTH = 24
 
 

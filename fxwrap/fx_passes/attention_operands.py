@@ -148,9 +148,9 @@ def _before_cast(stage: Stage, dtype: torch.dtype, fakes: NodeValues) -> Stage |
     return replace(stage, node=source) if is_exact else None
 
 
-def plain_stage(node: Node, operands: AttentionOperands, fakes: NodeValues) -> Stage:
+def plain_stage(node: Node, width_dim: int, operands: AttentionOperands, fakes: NodeValues) -> Stage:
     """Returns the tensor (batch, heads, rows, width) whose elements an operand of another matmul has, if any."""
-    stages = [item for item in _stages(node, -1, fakes) if item.is_plain]
+    stages = [item for item in _stages(node, width_dim, fakes) if item.is_plain]
     return _choose(stages, (operands.batch, operands.heads), fakes)
 
 

@@ -163,7 +163,8 @@ class _Builder(ScoreFunctionBuilder):
 
     def _key_count(self) -> Any:
         """Returns the number of keys, that of a buffer if it is symbolic."""
-        size = self.fakes[self.formula.query_key].shape[-1]
+        product = self.formula.query_key
+        size = self.fakes[product].shape[-2 if product in self.formula.transposed else -1]
         of_keys = [
             buffer for (_, coordinates), buffer in self.reads.items() if coordinates[-1:] == (Coordinate("key"),)
         ]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.fx_passes.test_attention_backward import OPTIONS as TRAINING
-from tests.fx_passes.test_attention_backward import _step
+from tests.fx_passes.test_attention_backward import _compiled, _launches, _step
 from tests.fx_passes.test_recognize_attention import OPTIONS
 from tests.lowering.planned_programs import check_graph
 
@@ -100,13 +100,34 @@ def test_training_with_einsum() -> None:
     assert not planned.calls
 
 
-@pytest.mark.parametrize("form", ["softmax of columns", "image"])
+@pytest.mark.parametrize(
+    "form", ["softmax of columns", "transposed softmax of columns", "permuted twice", "image", "einsum of images"]
+)
 def test_training_of_transposed_matrices(form: str) -> None:
-    """Their backward is not recognised: results are right, and nothing is replaced."""
     inputs = _operands()
     gradient = torch.randn_like(FORMS[form](*inputs))
     planned = check_graph(make_fx(_step(FORMS[form]))(gradient, *inputs), [gradient, *inputs], TRAINING)
-    assert not any(name.startswith("flex_attention") for name in planned.launches)
+    assert "flex_attention_grad_query_0" in planned.launches
+    assert not planned.calls
+
+
+def _dropped_image(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = torch.softmax(torch.bmm(key, query.mT) * 0.5, 1)
+    return torch.bmm(value.mT, torch.nn.functional.dropout(weights, 0.3)).view(BATCH, WIDTH, 3, 3)
+
+
+def test_compiled_training_of_square_matrices() -> None:
+    """Sizes do not tell which matrices are transposed."""
+    inputs = [torch.randn(BATCH, 9, WIDTH) for _ in range(3)]
+    gradient = torch.randn(BATCH, WIDTH, 3, 3)
+    run, programs = _compiled(_dropped_image)
+    results = []
+    for function in (run, _dropped_image):
+        torch.manual_seed(3)
+        results.append(_step(function)(gradient, *inputs))
+    for actual, eager in zip(*results, strict=True):
+        assert (actual - eager).norm() <= 3e-6 * eager.norm()
+    assert _launches(programs) == [1, 1]
 
 
 def _positions(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
