@@ -34,7 +34,7 @@ _BRIDGE_UNITS = (
         *("cuda/streams.cpp", "cuda/stream_operators.cpp", "cuda/driver.cpp", "cuda/launch.cpp"),
         *("libraries/plans.cpp", "libraries/cublas.cpp", "libraries/matmuls.cpp"),
         *("libraries/cudnn.cpp", "libraries/convolutions.cpp", "libraries/attention.cpp", "libraries/cpu_addmm.cpp"),
-        *("libraries/prepacked.cpp", "libraries/grouped_matmuls.cpp"),
+        *("libraries/prepacked.cpp", "libraries/frozen_convolutions.cpp", "libraries/grouped_matmuls.cpp"),
     ),
 )
 _BINDING_UNITS = (
@@ -58,6 +58,7 @@ _HEADERS = (
     "../../include/fxwrap/runtime.h",
     *("libraries/plans.h", "libraries/library.h", "libraries/cublas.h", "libraries/cudnn.h"),
     *("libraries/operators.h", "libraries/prepacked.h", "libraries/grouped_matmuls.h", "libraries/matmuls.h"),
+    *("libraries/packed_weights.h", "libraries/frozen_convolutions.h"),
     *("libraries/vector_kernels.h", "libraries/vector_loops.h"),
 )
 BRIDGE_LIBRARIES = ("libfxwrap_bridge.so", "_fxwrap_binding.so")

@@ -1,5 +1,5 @@
-// Convolutions of float32 channels-last images by loops over vectors: of single pixels, and of each channel by itself. For small
-// images a call of oneDNN takes longer than the sums.
+// Convolutions of float32 channels-last images by loops over vectors: of single pixels, and of each channel by itself. For
+// small images a call of oneDNN takes longer than the sums.
 #pragma once
 
 #include <cstdint>
@@ -8,17 +8,17 @@ namespace fxwrap {
 
 enum class Activation { none, relu, relu6, hardswish, silu, sigmoid };
 
-// The pixels of images as rows: out = activation(image @ weight + bias + residual). `packed` has the weight's columns in blocks of
-// `vector_columns()`, each with one term's elements beside each other; it and the bias end with zeros.
+// The pixels of images as rows: out = activation(image @ weight + bias + residual). `packed` has the weight's columns in blocks
+// of `vector_columns()`, the last with zeros, each with one term's elements beside each other.
 struct PointwiseConvolution {
-  const float *image, *packed, *bias, *residual;  // a residual of the result's layout, perhaps the result itself, or null
+  const float *image, *packed, *bias, *residual;  // a residual of the result's layout, perhaps in its memory, or null
   float* out;
   int64_t rows, terms, columns;
   Activation activation;
 };
 
-// Each channel's image times its own kernel: out = activation(convolution + bias + residual). `packed` is of shape (kernel height,
-// kernel width, channels).
+// Each channel's image times its own kernel: out = activation(convolution + bias + residual). `packed` is of shape (kernel
+// height, kernel width, channels).
 struct DepthwiseConvolution {
   const float *image, *packed, *bias, *residual;
   float* out;

@@ -1,5 +1,5 @@
-// Included by vector_kernels.cpp for each set of instructions: vectors have `vector_lanes` floats, and a tile of a matmul's result
-// `tile_rows` rows.
+// Included by vector_kernels.cpp for each set of instructions: vectors have `vector_lanes` floats, and a tile of a matmul's
+// result `tile_rows` rows.
 
 constexpr int block_columns = 2 * vector_lanes;
 constexpr int64_t block_terms = 128;  // longer sums are sums of sums: their error grows with the number of terms
@@ -89,7 +89,9 @@ __attribute__((noinline)) void finish_tile(const PointwiseConvolution& c, int64_
   const float* others = block.term == 0 ? c.residual : c.out;
   const Activation activation = block.end == c.terms ? c.activation : Activation::none;
   Vector<lanes> bias[vectors] = {};
-  for (int v = 0; v < vectors && block.end == c.terms; ++v) bias[v] = load<lanes>(c.bias + block.column + v * lanes);
+  for (int v = 0; v < vectors && block.end == c.terms; ++v) {
+    bias[v] = load_some<lanes>(c.bias + block.column + v * lanes, block.count - v * lanes);
+  }
   for (int i = 0; i < rows; ++i) {
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; ++v) {
