@@ -56,8 +56,8 @@ def _run(
 def _check(image: Tensor, weight: Tensor, activation: str = "none", in_place: bool = False, **geometry: object) -> None:
     """Compares results with and without bias and residual with those of float64, beside eager's error."""
     shape = torch.conv2d(image, weight, **geometry).shape  # type: ignore[arg-type]
-    residual = torch.randn(shape).to(memory_format=CHANNELS_LAST)
-    for bias, other in itertools.product((None, torch.randn(len(weight))), (None, residual)):
+    residual = torch.randn(shape, dtype=image.dtype).to(memory_format=CHANNELS_LAST)
+    for bias, other in itertools.product((None, torch.randn(len(weight), dtype=image.dtype)), (None, residual)):
         if in_place and other is None:
             continue
 
@@ -69,7 +69,7 @@ def _check(image: Tensor, weight: Tensor, activation: str = "none", in_place: bo
         result, calls = _run(image, weight, bias, other, activation, in_place=in_place, **geometry)  # type: ignore[arg-type]
         assert not (calls and HAS_LOOPS) and result.is_contiguous(memory_format=CHANNELS_LAST)
         exact = eager(torch.float64)
-        error, usual = [float((item - exact).norm() / exact.norm()) for item in (result, eager(torch.float32))]
+        error, usual = [float((item - exact).norm() / exact.norm()) for item in (result, eager(image.dtype))]
         assert error <= 1.2 * usual + 2e-8
 
 
@@ -116,13 +116,34 @@ def test_values_that_are_not_finite() -> None:
         torch.testing.assert_close(result, expected, equal_nan=True, rtol=1e-6, atol=1e-35)
 
 
+def test_bfloat16() -> None:
+    """Small images are converted; sums and activations are those of float32."""
+    torch.manual_seed(0)
+    image = torch.randn(2, 20, 5, 7).bfloat16().to(memory_format=CHANNELS_LAST)
+    for in_place in (False, True):
+        _check(image, torch.randn(37, 20, 1, 1).bfloat16(), "hardswish", in_place)
+        _check(image, torch.randn(20, 1, 3, 3).bfloat16(), "relu", in_place, groups=20, padding=(1, 1))
+
+
+def test_an_image_may_be_the_residual() -> None:
+    """A sum of an image and its convolution in the image's memory."""
+    torch.manual_seed(0)
+    for weight, groups, padding in [(torch.randn(40, 40, 1, 1), 1, (0, 0)), (torch.randn(40, 1, 3, 3), 40, (1, 1))]:
+        image = torch.randn(1, 40, 6, 6).to(memory_format=CHANNELS_LAST)
+        expected = image + torch.conv2d(image, weight, padding=padding, groups=groups)
+        geometry = ((1, 1), padding, (1, 1), groups)
+        native.native_operator("frozen_convolution_")(image, image, weight, None, (), 0.0, *geometry, "none")
+        torch.testing.assert_close(image, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_others_are_the_librarys() -> None:
-    """Of bfloat16, contiguous images, grouped channels, strides, and a residual in another layout."""
+    """Large images of bfloat16, contiguous images, grouped channels, strides, and a residual in another layout."""
     torch.manual_seed(0)
     image, weight = torch.randn(2, 32, 6, 6).to(memory_format=CHANNELS_LAST), torch.randn(32, 32, 1, 1)
-    residual = torch.randn(2, 32, 6, 6)
+    residual, large = torch.randn(2, 32, 6, 6), torch.randn(2, 128, 6, 6).to(memory_format=CHANNELS_LAST)
     for arguments in (
-        (image.bfloat16(), weight.bfloat16(), None, None), (image.contiguous(), weight, None, None),
+        (large.bfloat16(), torch.randn(128, 128, 1, 1).bfloat16(), None, None),
+        (image.contiguous(), weight, None, None),
         (image, weight[:, :16], None, None, (1, 1), (0, 0), (1, 1), 2), (image, weight, None, None, (2, 2)),
         (image, weight, None, residual),
     ):  # fmt: skip

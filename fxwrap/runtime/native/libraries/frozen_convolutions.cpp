@@ -17,6 +17,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <limits>
 
 #include "libraries/packed_weights.h"
 #include "libraries/vector_kernels.h"
@@ -33,8 +34,18 @@ namespace {
 // rearranges a weight in another layout in each call.
 constexpr int64_t few_pixels = 64;
 
-// Convolutions of single pixels of at most so many products are loops of our own: they take less time than oneDNN's call.
-constexpr int64_t most_products = 1 << 24;
+// Small convolutions are loops of our own, which take less time than oneDNN's call: of single pixels, of at most so many
+// products, and of single channels, of so many elements.
+struct Limits {
+  int64_t products, elements;
+};
+
+Limits limits_of_loops(at::ScalarType dtype) {
+  if (dtype == at::kBFloat16) return {1 << 20, 1 << 16};  // images are converted
+  if (dtype != at::kFloat) return {0, 0};
+  const bool has_wide_vectors = vector_columns() >= 32;  // of AVX-512: as fast as oneDNN's also for large images
+  return has_wide_vectors ? Limits{1 << 24, std::numeric_limits<int64_t>::max()} : Limits{1 << 21, 1 << 17};
+}
 
 // A thread of a parallel loop computes at least so many products.
 constexpr int64_t least_products = 1 << 17;
@@ -132,15 +143,25 @@ void for_ranges(int64_t rows, int64_t step, int64_t products_of_row, const Range
 }
 
 // A weight and a bias or zeros as the loops of a method read them.
-PackedForm pack_for_loops(Method method, const Tensor& weight, const Tensor& bias) {
-  const Tensor shift = bias.defined() ? bias.contiguous() : at::zeros({weight.size(0)}, weight.options());
+PackedForm pack_for_loops(Method method, const Tensor& stored, const Tensor& bias) {
+  const Tensor weight = stored.to(at::kFloat);
+  const Tensor shift = bias.defined() ? bias.to(at::kFloat).contiguous() : at::zeros({weight.size(0)}, weight.options());
   if (method == Method::pixels) return PackedForm{pack_columns(weight.flatten(1)), {}, shift};
   return PackedForm{weight.permute({2, 3, 0, 1}).contiguous(), {}, shift};
 }
 
 // A convolution of channels-last images by our loops, plus `other`; in the memory of `other` if `in_place`.
-Tensor vector_convolution(Method method, const Tensor& image, const Tensor& weight, const PackedForm& form, const Geometry& geometry,
-                          const Tensor& other, std::string_view activation, bool in_place) {
+Tensor vector_convolution(Method method, const Tensor& image, const Tensor& weight, const PackedForm& form,
+                          const Geometry& geometry, const Tensor& other, std::string_view activation, bool in_place) {
+  if (image.scalar_type() != at::kFloat) {
+    const Tensor sum = other.defined() ? other.to(at::kFloat) : other;
+    const Tensor pixels = image.to(at::kFloat);
+    const Tensor total = vector_convolution(method, pixels, weight, form, geometry, sum, activation, sum.defined());
+    return in_place ? other.copy_(total) : total.to(image.scalar_type());
+  }
+  if (in_place && image.const_data_ptr() == other.const_data_ptr()) {
+    return vector_convolution(method, image.clone(), weight, form, geometry, other, activation, in_place);
+  }
   const auto& [stride, padding, dilation, groups] = geometry;
   const auto length = [&](int64_t i) {
     const int64_t reach = dilation[i] * (weight.size(i + 2) - 1) + 1;
@@ -176,10 +197,11 @@ Method method_of(const Tensor& image, const Tensor& weight, const Geometry& geom
   const auto is_channels_last = [](const Tensor& tensor) { return tensor.is_contiguous(at::MemoryFormat::ChannelsLast); };
   if (!image.is_cpu() || !is_channels_last(image) || image.numel() == 0) return Method::library;
   const bool is_pixels = groups == 1 && all(weight.sizes().slice(2), 1) && all(stride, 1) && all(padding, 0);
-  const bool has_loops = image.scalar_type() == at::kFloat && vector_columns() != 0 &&
-                         (!other.defined() || is_channels_last(other));
-  if (has_loops && is_pixels && image.numel() * weight.size(0) <= most_products) return Method::pixels;
-  if (has_loops && groups == image.size(1) && groups == weight.size(0) && groups > 1) return Method::channels;
+  const bool has_loops = vector_columns() != 0 && (!other.defined() || is_channels_last(other));
+  const Limits limits = limits_of_loops(image.scalar_type());
+  if (has_loops && is_pixels && image.numel() * weight.size(0) <= limits.products) return Method::pixels;
+  const bool is_channels = groups == image.size(1) && groups == weight.size(0) && groups > 1;
+  if (has_loops && is_channels && image.numel() <= limits.elements) return Method::channels;
   return is_pixels && !other.defined() && at::hasMKLDNN() ? Method::library_matmul : Method::library;
 }
 
