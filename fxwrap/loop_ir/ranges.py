@@ -133,6 +133,8 @@ def _computed(name: str, ranges: list[Range]) -> Range:
             return max(low, least), max(high, most)
         case "minimum", [(low, high), (least, most)]:
             return min(low, least), min(high, most)
+        case "floor_divide", [(low, high), (divisor, largest)] if divisor == largest > 0:
+            return low // divisor, high // divisor
         case "integer_remainder", [_, (divisor, largest)] if divisor == largest > 0:
             return 0, divisor - 1
         case "bitwise_and", [(low, high), (least, most)] if low >= 0 or least >= 0:

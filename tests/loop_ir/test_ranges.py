@@ -41,12 +41,16 @@ def scalars(draw: st.DrawFn, body: KernelBuilder, dtype: torch.dtype, depth: int
             return other(I64).to(F32)
     else:
         name = draw(
-            st.sampled_from(["bitwise_and", "bitwise_right_shift", "remainder", "neg", "narrow", "cast", "where"])
+            st.sampled_from(
+                ["bitwise_and", "bitwise_right_shift", "remainder", "quotient", "neg", "narrow", "cast", "where"]
+            )
         )
         if name == "bitwise_right_shift":
             return other().apply(name, draw(st.integers(0, 5)))
         if name == "remainder":
             return other().apply("integer_remainder", draw(st.integers(1, 50)))
+        if name == "quotient":
+            return other().apply("floor_divide", draw(st.integers(1, 50)))
         if name == "bitwise_and":
             return other().apply(name, draw(CONSTANTS))
         if name == "narrow":
@@ -84,6 +88,7 @@ def test_elements_are_within_the_range(data: st.DataObject) -> None:
         (lambda b: (b.index(COLUMN).to(F32) * 0.5 - 0.25).maximum(0.0).to(I64), (0, 3)),
         (lambda b: b.load("y", AT, F32).maximum(0.0), (-math.inf, math.inf)),  # NaN
         (lambda b: b.load("x", AT, I64).apply("integer_remainder", 7), (0, 6)),
+        (lambda b: (b.index(COLUMN) - 5).apply("floor_divide", 3), (-2, 1)),
     ],
 )
 def test_ranges(build: object, expected: tuple[float, float]) -> None:

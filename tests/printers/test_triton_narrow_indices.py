@@ -42,3 +42,17 @@ def test_positions_are_computed_from_positions() -> None:
         body.store("out", as_index(i), body.load("x", body.indirect_index(body.index(row), 12), F32))
 
     check(build([i], [], {"x": (F32, 12)}, {"out": (F32, 12)}, write))
+
+
+def test_quotients_of_offsets_have_32_bits() -> None:
+    """Positions in a plane of the offsets in windows of three columns, which are bytes."""
+    i = Axis("p0", 40)
+
+    def write(body: KernelBuilder) -> None:
+        offset = body.load("offsets", as_index(i), torch.int8).to(I64)
+        row, column = offset.apply("floor_divide", 3), offset.apply("integer_remainder", 3)
+        body.store("out", as_index(i), body.index(as_index(i)) - 20 + row * 1000 + column)
+
+    kernel = build([i], [], {"offsets": (torch.int8, 40)}, {"out": (I64, 40)}, write)
+    text = check(kernel, inputs={"offsets": torch.arange(-20, 20, dtype=torch.int8)})
+    assert ".to(tl.int32)" in text and text.count("tl.int64") == 1, "more than the result has 64 bits"

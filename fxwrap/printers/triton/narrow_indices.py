@@ -24,20 +24,25 @@ from fxwrap.loop_ir import (
 )
 from fxwrap.loop_ir.builder import eliminate_dead_operations
 
-_EXACT = frozenset({"abs", "add", "cast", "maximum", "minimum", "mul", "neg", "sub", "where"})
+_DIVISIONS = frozenset({"floor_divide", "integer_remainder"})
+"""Operations that take GPUs many instructions in 64 bits."""
+
+_EXACT = _DIVISIONS | {"abs", "add", "cast", "maximum", "minimum", "mul", "neg", "sub", "where"}
 """Operations that have the same result in 32 bits if their operands and their result have a 32-bit value."""
 
 
 def narrow_indirect_indices(kernel: Kernel) -> Kernel:
     """Returns a kernel that computes 64-bit integers in 32 bits where indirect indices need them and the range allows.
 
-    Other operations read them cast to 64 bits, which the compiler removes from conversions and comparisons.
+    Kernels that divide integers compute all so: offsets in windows are quotients and remainders. Other operations read
+    them cast to 64 bits, which the compiler removes from conversions and comparisons.
     """
     used = {
         atom.operation for operation in kernel.operations for index in indices(operation) for atom in index.atoms()
         if isinstance(atom, IndirectIndex)
     }  # fmt: skip
-    needed = kernel.backward_slice(sorted(used)) if used else frozenset[int]()
+    divides = any(isinstance(item, Compute) and item.name in _DIVISIONS for item in kernel.operations)
+    needed = kernel.backward_slice(range(len(kernel.operations)) if divides else sorted(used))
     copier, narrow = OperationCopier(kernel), dict[int, int]()
     for position in range(len(kernel.operations)):
         copier.copy(position)
@@ -50,7 +55,8 @@ def narrow_indirect_indices(kernel: Kernel) -> Kernel:
 
 
 def _fits_int32(kernel: Kernel, position: int) -> bool:
-    if operation_dtype(kernel.operations[position]) is not torch.int64:
+    operation = kernel.operations[position]
+    if not isinstance(operation, IndexValue | Constant | Compute) or operation_dtype(operation) is not torch.int64:
         return False
     low, high = value_range(kernel.operations, position)
     return low >= -(2**31) and high < 2**31
