@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
-from fxwrap.loop_ir import Axis, Kernel, KernelBuilder, as_index, linearize_index
-from fxwrap.printers.triton import TileConfiguration, configurations
+from fxwrap.loop_ir import Axis, Kernel, KernelBuilder, as_index, linearize_index, parse_kernel
+from fxwrap.printers.triton import RowPartConfiguration, TileConfiguration, configurations
 from fxwrap.printers.triton.accesses import is_unaligned
 from fxwrap.symbolic import Size, make_symbol, product
 from tests.printers.test_triton_printer_compile import instructions
@@ -121,3 +121,22 @@ def test_rows_at_quotients_and_remainders_are_aligned(step: int, is_odd: bool) -
 
     kernel = build([i, j], [], {"x": (BF16, 64 * step)}, {"out": (BF16, 4096)}, write)
     assert is_unaligned(kernel, j) == is_odd
+
+
+@pytest.mark.parametrize(
+    ("row", "stages"), [("512*i + j + 4096*p", 3), ("512*(i)%(4) + 2048*(i)//(4) + j + 4096*p", 1)]
+)
+def test_rows_at_quotients_and_remainders_are_first_without_a_pipeline(row: str, stages: int) -> None:
+    kernel = parse_kernel(f"""kernel(x: f32[65536]) -> (out: f32[128], total: f32[8192]) \
+for [p: 16] reduce [i: 8, j: 512] {{
+  %0 = f32 load x[{row}]
+  %1 = f32 reduce sum %0 over j
+  store out[i + 8*p] %1
+  %3 = f32 mul %0 %1
+  %4 = f32 reduce sum %3 over i
+  store total[512*p + j] %4
+}}
+""")
+    tile = configurations(kernel)[0]
+    assert isinstance(tile, RowPartConfiguration) and tile.num_stages == stages and not tile.chunk
+    check(kernel, tile)

@@ -5,6 +5,7 @@ The heuristics come from sweeps over memory-bound kernels on an H200.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fxwrap.devices import DeviceSpec
@@ -183,7 +184,8 @@ def row_part_configurations(
 ) -> list[RowPartConfiguration]:
     """Returns configurations of whole rows in a loop, whose columns are accumulated.
 
-    Unaligned rows are first in chunks, as are others later, where each element is an access of its own.
+    Unaligned rows are first in chunks, as are others later, where each element is an access of its own. Loads at
+    quotients and remainders, as of windows, are first without a pipeline.
     """
     block = next_power_of_2(hint(product([axis.size for axis in form.columns])))
     size = next_power_of_2(hint(product([axis.size for axis in form.rows])))
@@ -193,7 +195,9 @@ def row_part_configurations(
     has_chunks = all(isinstance(item, Reduce) and item.kind in _CHUNK_KINDS for item in reductions)
     live = len(form.column_reductions) + len(full_tile_loads(kernel))
     plain, chunked = list[RowPartConfiguration](), list[RowPartConfiguration]()
-    tiles = _ROW_PART_TILES if block <= _ROW_TILE else _LONG_ROW_PART_TILES
+    tiles: Sequence[tuple[int, int, int]] = _ROW_PART_TILES if block <= _ROW_TILE else _LONG_ROW_PART_TILES
+    if any(load.index.stride(axis) is None for load in full_tile_loads(kernel) for axis in load.index.axes()):
+        tiles = sorted(tiles, key=lambda tile: tile[2])
     for elements, warps, stages in tiles if vector is None else _UNALIGNED_ROW_PART_TILES:
         rows = min(max(LANES * warps * elements // block, 1), size)
         chunk = LANES * (vector or whole_vector) * max(warps // rows, 1)

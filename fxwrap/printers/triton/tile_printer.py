@@ -318,10 +318,10 @@ class TilePrinter(TileOffsetPrinter):
         """Returns an index by the position along a dimension if it is linear in that, not by those along its axes.
 
         The compiler then sees that elements are contiguous, and loads vectors: along other dimensions, only those of
-        transposed accesses.
+        transposed accesses, if nothing is reduced.
         """
         names: dict[Axis, str] = {}
-        is_block = dimension is not None and not index.axes().isdisjoint(dimension.axes)
+        is_block = dimension is not None and not self.kernel.reduced and not index.axes().isdisjoint(dimension.axes)
         for item in self.tile.dimensions:
             step = row_step(index, item.axes) if len(item.axes) > 1 else None
             if step is not None and step != as_index(0) and (item is dimension or (is_block and step == ONE)):
