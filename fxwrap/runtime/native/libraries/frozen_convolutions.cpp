@@ -35,16 +35,16 @@ namespace {
 constexpr int64_t few_pixels = 64;
 
 // Small convolutions are loops of our own, which take less time than oneDNN's call: of single pixels, of at most so many
-// products, and of single channels, of so many elements.
+// products, and all of at most so many elements of the image and the result together.
 struct Limits {
   int64_t products, elements;
 };
 
 Limits limits_of_loops(at::ScalarType dtype) {
-  if (dtype == at::kBFloat16) return {1 << 20, 1 << 16};  // images are converted
+  if (dtype == at::kBFloat16) return {1 << 20, 1 << 15};  // both are converted
   if (dtype != at::kFloat) return {0, 0};
   const bool has_wide_vectors = vector_columns() >= 32;  // of AVX-512: as fast as oneDNN's also for large images
-  return has_wide_vectors ? Limits{1 << 24, std::numeric_limits<int64_t>::max()} : Limits{1 << 21, 1 << 17};
+  return has_wide_vectors ? Limits{1 << 24, std::numeric_limits<int64_t>::max()} : Limits{1 << 21, 1 << 18};
 }
 
 // A thread of a parallel loop computes at least so many products.
@@ -199,9 +199,12 @@ Method method_of(const Tensor& image, const Tensor& weight, const Geometry& geom
   const bool is_pixels = groups == 1 && all(weight.sizes().slice(2), 1) && all(stride, 1) && all(padding, 0);
   const bool has_loops = vector_columns() != 0 && (!other.defined() || is_channels_last(other));
   const Limits limits = limits_of_loops(image.scalar_type());
-  if (has_loops && is_pixels && image.numel() * weight.size(0) <= limits.products) return Method::pixels;
+  const int64_t products = image.numel() * weight.size(0), elements = image.numel() + products / image.size(1);
   const bool is_channels = groups == image.size(1) && groups == weight.size(0) && groups > 1;
-  if (has_loops && is_channels && image.numel() <= limits.elements) return Method::channels;
+  if (has_loops && elements <= limits.elements) {
+    if (is_pixels && products <= limits.products) return Method::pixels;
+    if (is_channels) return Method::channels;
+  }
   return is_pixels && !other.defined() && at::hasMKLDNN() ? Method::library_matmul : Method::library;
 }
 
