@@ -297,6 +297,7 @@ def parsed_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespa
 def main() -> None:
     """Measures the missing rows, and prints the figures of all."""
     chosen = parsed_arguments()
+    torch.set_num_threads(chosen.threads)  # of the processes of rows, as recorded
     until = time.monotonic() + chosen.seconds
     rows = RowFile(rows_path(chosen), sizes_text(chosen))
     with tempfile.TemporaryDirectory() as name:
