@@ -99,7 +99,7 @@ def test_tiles_that_a_mask_excludes_are_not_read(language: str, rows: int) -> No
             buffers[name].view(300, 16)[unread] = torch.nan
         launch(tuple(map(int, printed.grid)), *buffers.values())
         for name in ("out", "logsumexp"):
-            torch.testing.assert_close(buffers[name], expected[name], rtol=1e-5, atol=3e-5, equal_nan=True)
+            torch.testing.assert_close(buffers[name], expected[name], rtol=1e-5, atol=1e-4, equal_nan=True)
 
 
 def test_tiles_that_no_stack_holds_are_declined() -> None:
