@@ -275,17 +275,19 @@ class _ProgramLowering:
         return tuple(leaves(literal(self.builder, output.args[0], output)))
 
     def _separate_returned_views(self) -> None:
-        """Makes views that are a returned tensor by their type, too, tensors of their own, as in eager mode.
+        """Makes views of allocated memory that are a returned tensor by their type, too, tensors of their own.
 
         AOTAutograd marks outputs that need no gradient: a tensor that was also returned as its `detach()` lost its own.
         """
         env, nodes = self.builder.env, self.source.output.all_input_nodes
+        external = {value.name for _, value in self.inputs if isinstance(value, Value)} | self._constants.keys()
         returned = Counter([value.name for node in nodes if isinstance(value := env[node], Value)])
         for node in nodes:
             value = env[node]
             if not isinstance(value, Value) or returned[value.name] == 1 or not isinstance(node.target, OpOverload):
                 continue
-            if operator_schema(node.target).aliased_argument is not None:
+            is_external = self.builder.storages.root(value).name in external
+            if operator_schema(node.target).aliased_argument is not None and not is_external:
                 env[node] = view = self.builder.add_alias(node.name, value.tensor_type, value)
                 self.builder.emit(View(view, value, origin=self.builder.origin(node)))
 
