@@ -71,7 +71,12 @@ COMPARISONS = (
     Comparison("H200: fused operators, device time", ("ops-cuda-bfloat16",), ("fxwrap / Inductor", "")),
     Comparison("H200: functions of random sizes, device time", ("kernel_sample-cuda",), ("fxwrap / Inductor", "")),
     _models("CPU: models, inference in float32", "cpu", "inference-float32-static"),
-    _models("the same, weights frozen", "cpu", "inference-float32-static", option=":freezing"),
+    _models(
+        "CPU: models with frozen weights, inference in float32",
+        "cpu-freezing-two-threads",
+        "inference-float32-static",
+        option=":freezing",
+    ),
     Comparison("CPU: fused operators in float32, time", ("ops-cpu-float32",), ("fxwrap / Inductor", "")),
 )
 
