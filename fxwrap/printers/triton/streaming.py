@@ -17,24 +17,20 @@ from fxwrap.loop_ir import (
     HALF_PRECISION,
     Axis,
     Compute,
-    Constant,
     Contraction,
     IndexValue,
     Kernel,
-    KernelError,
     Load,
     RunningMaximum,
     Store,
-    Update,
     assume,
-    operands,
 )
 from fxwrap.printers.triton.blocks import Scope
 from fxwrap.printers.triton.kernel_text import TritonKernelText
 from fxwrap.printers.triton.operations import TRITON_DTYPES, literal_text
-from fxwrap.printers.triton.schedule import ATOMIC_DTYPES, atomic_text
 from fxwrap.printers.triton.streaming_configuration import MIN_DOT, row_blocks
-from fxwrap.printers.triton.streaming_values import LOG2_E, LOWEST, StreamingValuePrinter
+from fxwrap.printers.triton.streaming_results import StreamingResultPrinter
+from fxwrap.printers.triton.streaming_values import LOG2_E, LOWEST
 from fxwrap.printers.triton.tiling import StreamingConfiguration
 from fxwrap.symbolic import ceiling_divide, product
 
@@ -54,7 +50,7 @@ class _Branch:
     partial: Mapping[int, bool]
 
 
-class StreamingTritonPrinter(StreamingValuePrinter):
+class StreamingTritonPrinter(StreamingResultPrinter):
     """Prints one streaming reduction."""
 
     def __init__(self, kernel: Kernel, configuration: StreamingConfiguration, limits: Mapping[str, int]) -> None:
@@ -85,13 +81,13 @@ class StreamingTritonPrinter(StreamingValuePrinter):
         for total in parts.sums:
             self.line(f"sum_{total.position} = tl.full((ROW_BLOCK, 1), 0.0, {self.dtype})")
         for item in parts.weighted_sums:
-            column = self._column(item.right)
+            column = self.column(item.right)
             size = str(MIN_DOT) if column is None else self.block_names[column]
             self.line(f"sum_{item.position} = tl.full((ROW_BLOCK, {size}), 0.0, {self.dtype})")
         with self._leading_loops(rows):
             for start, end, conditions in self._ranges(rows):
                 self._loop(start, end, conditions, rows)
-        self._results(rows)
+        self.write_results(rows)
         return self._text()
 
     def _text(self) -> TritonKernelText:
@@ -149,13 +145,6 @@ class StreamingTritonPrinter(StreamingValuePrinter):
 
     def _block(self, scope: Scope, axis: Axis, dimension: int, start: str = "") -> None:
         self.block(scope, axis, self.block_names[axis], dimension, start)
-
-    def _column(self, position: int) -> Axis | None:
-        """Returns the column axis that a value depends on."""
-        axes = [axis for axis in self.parts.columns if axis in self.kernel.value_axes[position]]
-        if len(axes) > 1:
-            raise KernelError("a result of its streaming reduction depends on several columns")
-        return axes[0] if axes else None
 
     # --- loops ------------------------------------------------------------------------------------------------------
 
@@ -306,9 +295,9 @@ class StreamingTritonPrinter(StreamingValuePrinter):
             self._write_weights(update.value, scope, loaded)
             store, name = self.kernel.operations[update.position], f"weights_{update.value}"
             if isinstance(store, Store) and store.mode == "set":
-                self._set(update, store, name, scope)
+                self.set(update, store, name, scope)
             else:
-                self._add(update, name, scope)
+                self.add(update, name, scope)
 
     def _missing_products(self, targets: list[int], scope: Scope) -> list[Contraction]:
         """Returns the products that targets are computed from and that a scope does not know."""
@@ -413,7 +402,7 @@ class StreamingTritonPrinter(StreamingValuePrinter):
 
         Values that are the right factor of a product, too, are loaded once.
         """
-        column = self._column(item.right)
+        column = self.column(item.right)
         pattern = None if column is None else self.pattern(item.right, column)
         equal = [one for one in self.parts.products if self.pattern(one.right, one.axes[0]) == pattern]
         if equal:
@@ -432,76 +421,3 @@ class StreamingTritonPrinter(StreamingValuePrinter):
         name = f"sum_{item.position}"
         start = name if self.parts.softmax is None else f"{name} * factor"
         self.line(f"{name} = {self.dot(weights, values, item.right, start)}")
-
-    # --- results ----------------------------------------------------------------------------------------------------
-
-    def _results(self, rows: Scope) -> None:
-        parts, scopes = self.parts, dict[Axis | None, Scope]()
-        base = rows.inner()
-        if parts.softmax is not None:
-            maximum = "(largest / log2_e)" if self.is_half else "largest"
-            is_low = f"largest < {LOWEST}"
-            base.text[parts.softmax.maximum] = (
-                f"tl.where({is_low}, largest, {maximum})" if self.is_half and self.may_overflow else maximum
-            )
-        base.text |= {item: f"sum_{item}" for item in parts.results if item not in base.text}
-        for update in parts.row_updates:
-            self.write([update.value], base)
-            self._add(update, self.value(update.value, base), base)
-        for position, operation in enumerate(self.kernel.operations):
-            if isinstance(operation, Store) and operation.mode == "set" and not self.kernel.varying[position]:
-                column = self._column(position)
-                if column not in scopes:
-                    scopes[column] = base.inner()
-                    if column is not None:
-                        self._block(scopes[column], column, 1)
-                self.write(operands(operation), scopes[column])
-                self._store(position, operation, scopes[column])
-
-    def _add(self, update: Update, value: str, scope: Scope) -> None:
-        """Adds a matrix of values to memory, those of one address as their sum."""
-        store = self.kernel.operations[update.position]
-        assert isinstance(store, Store)
-        dtype = self.dtype_of(update.value)
-        if dtype not in ATOMIC_DTYPES["add"]:
-            raise KernelError(f"Triton has no atomic addition of {dtype}")
-        needed = {*operands(store), *update.conditions} - {update.value}
-        self.write(sorted(needed if store.mask is None else needed - {store.mask}), scope)
-        varies, address_axes = self.kernel.value_axes, self.kernel.address_axes[update.position]
-        used = [axis for axis in (self.parts.row, self.inner) if axis in varies[update.value]]
-        summed = [axis for axis in used if axis not in address_axes]
-        masks = {axis: [scope.masks[axis]] if axis in scope.masks else [] for axis in used}
-        conditions = {
-            item: f"({self.value(item, scope)})" for item in update.conditions
-            if self.kernel.operations[item] != Constant(True, torch.bool)
-        }  # fmt: skip
-        if summed:
-            where = [*[text for axis in used for text in masks[axis]], *conditions.values()]
-            value = f"tl.where({' & '.join(where)}, {value}, 0.0)" if where else value
-        for axis in summed:
-            value = f"tl.sum({value}, {scope.dimension[axis]}, keep_dims=True)"
-        address, _ = self.access(store.buffer, store.index, address_axes, None, scope, is_matrix=True)
-        mask = [text for axis in used if axis not in summed for text in masks[axis]]
-        mask += [text for item, text in conditions.items() if varies[item].isdisjoint(summed)]
-        self.line(atomic_text("add", dtype, address, value, " & ".join(mask), self.use), store.origin)
-
-    def _set(self, update: Update, store: Store, value: str, scope: Scope) -> None:
-        """Writes a matrix of values to memory."""
-        inside = scope.inner()
-        inside.text[update.value] = value
-        needed = {*operands(store), *update.conditions} - {update.value}
-        self.write(sorted(needed if store.mask is None else needed - {store.mask}), inside)
-        axes = self.kernel.address_axes[update.position]
-        address, _ = self.access(store.buffer, store.index, axes, None, inside, is_matrix=True)
-        masks = [inside.masks[axis] for axis in (self.parts.row, self.inner) if axis in inside.masks]
-        masks += [
-            f"({self.value(item, inside)})" for item in update.conditions
-            if self.kernel.operations[item] != Constant(True, torch.bool)
-        ]  # fmt: skip
-        mask = f", mask={' & '.join(masks)}" if masks else ""
-        self.line(f"tl.store({address}, {self.value(store.value, inside)}{mask})", store.origin)
-
-    def _store(self, position: int, store: Store, scope: Scope) -> None:
-        axes = self.kernel.value_axes[position]
-        address, mask = self.access(store.buffer, store.index, axes, store.mask, scope)
-        self.line(f"tl.store({address}, {self.value(store.value, scope)}{mask})", store.origin)
