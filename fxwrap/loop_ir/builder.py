@@ -5,7 +5,7 @@ Formulas compute with `Scalar`, the value of one element, which has operators an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -392,3 +392,20 @@ class OperationCopier:
         if isinstance(size, int):
             return self.constant(float(size), dtype)
         return self.compute("cast", self.add(SymbolicScalar(size, torch.int64, self.origin)), dtype=dtype)
+
+
+def replace_operations(
+    kernel: Kernel, positions: Collection[int], replacement: Callable[[OperationCopier, int], int]
+) -> Kernel:
+    """Returns the kernel without dead operations, with others in place of those at these positions.
+
+    `replacement(body, position)` adds what computes the value of an operation, and returns the position of that.
+    """
+    body = OperationCopier(kernel)
+    for position, operation in enumerate(kernel.operations):
+        if position in positions:
+            body.origin = operation.origin
+            body.new[position] = replacement(body, position)
+        else:
+            body.copy(position)
+    return eliminate_dead_operations(replace(kernel, operations=tuple(body.operations)))

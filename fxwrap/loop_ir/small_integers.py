@@ -7,11 +7,9 @@ difference of the indices of the element and the window is a constant where wind
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-from fxwrap.loop_ir.builder import OperationCopier, eliminate_dead_operations
+from fxwrap.loop_ir.builder import OperationCopier, replace_operations
 from fxwrap.loop_ir.index import Index, as_index
 from fxwrap.loop_ir.kernel import Compute, Constant, IndexValue, Kernel, Load, operands, operation_dtype
 from fxwrap.loop_ir.operations import OPERATIONS
@@ -35,20 +33,16 @@ def compare_small_integers(kernel: Kernel) -> Kernel:
                 solved[position] = solution
     if not solved:
         return kernel
-    body = OperationCopier(kernel)
-    for position, item in enumerate(kernel.operations):
-        if position not in solved:
-            body.copy(position)
-            continue
-        assert isinstance(item, Compute)
-        load, number = solved[position]
-        body.origin = item.origin
+
+    def compare(body: OperationCopier, position: int) -> int:
+        comparison, (load, number) = kernel.operations[position], solved[position]
+        assert isinstance(comparison, Compute)
         if number is None:
-            body.new[position] = body.constant(item.name == "ne", torch.bool)
-        else:
-            constant = body.constant(number, operation_dtype(kernel.operations[load]))
-            body.new[position] = body.compute(item.name, body.new[load], constant, dtype=torch.bool)
-    return eliminate_dead_operations(replace(kernel, operations=tuple(body.operations)))
+            return body.constant(comparison.name == "ne", torch.bool)
+        constant = body.constant(number, operation_dtype(kernel.operations[load]))
+        return body.compute(comparison.name, body.new[load], constant, dtype=torch.bool)
+
+    return replace_operations(kernel, solved, compare)
 
 
 def _solve(kernel: Kernel, comparison: Compute) -> tuple[int, int | None] | None:

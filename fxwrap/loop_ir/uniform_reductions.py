@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from fxwrap.loop_ir.builder import OperationCopier, eliminate_dead_operations
+from fxwrap.loop_ir.builder import OperationCopier, replace_operations
 from fxwrap.loop_ir.kernel import Kernel, Reduce
 from fxwrap.symbolic import product
 
@@ -28,18 +26,17 @@ def fold_uniform_reductions(kernel: Kernel) -> Kernel:
     reduced = {axis for position in others for axis in kernel.reduced_by(_reduce(kernel, position))}
     if not folded or reduced != {*kernel.reduced}:
         return kernel
-    body = OperationCopier(kernel)
-    for position, item in enumerate(kernel.operations):
-        if position not in folded:
-            body.copy(position)
-            continue
-        reduction, body.origin = _reduce(kernel, position), item.origin
-        value = body.new[reduction.operands[0]]
-        if reduction.kind == "sum":
-            count = product([axis.size for axis in kernel.reduced_by(reduction)])
-            value = body.compute("mul", value, body.size(count, reduction.dtype), dtype=reduction.dtype)
-        body.new[position] = value
-    return eliminate_dead_operations(replace(kernel, operations=tuple(body.operations)))
+    return replace_operations(kernel, folded, _fold)
+
+
+def _fold(body: OperationCopier, position: int) -> int:
+    """Adds what a reduction of equal values is."""
+    reduction = _reduce(body.kernel, position)
+    value = body.new[reduction.operands[0]]
+    if reduction.kind != "sum":
+        return value
+    count = product([axis.size for axis in body.kernel.reduced_by(reduction)])
+    return body.compute("mul", value, body.size(count, reduction.dtype), dtype=reduction.dtype)
 
 
 def _reduce(kernel: Kernel, position: int) -> Reduce:
