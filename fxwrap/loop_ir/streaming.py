@@ -11,8 +11,9 @@ schedule of a printer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from fxwrap.loop_ir.atoms import Axis
 from fxwrap.loop_ir.kernel import Compute, Constant, IndexValue, Kernel, Operation, Reduce, Store, operands
@@ -143,6 +144,15 @@ def find_streaming_reduction(kernel: Kernel) -> StreamingReduction | None:
     return None if kernel.scans else _Finder(kernel).find()
 
 
+_Part = TypeVar("_Part")
+
+
+def _complete(parts: Sequence[_Part | None]) -> tuple[_Part, ...] | None:
+    """Returns the parts, or None if one is None."""
+    known = tuple([part for part in parts if part is not None])
+    return known if len(known) == len(parts) else None
+
+
 class _Finder:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -159,56 +169,48 @@ class _Finder:
             return None
         outer = [position for position, item in self.reductions.items() if self.kernel.reduced_by(item) == axes]
         inner = [position for position in self.reductions if position not in outer]
-        products = [self._contraction(position, axes) for position in inner]
+        products = _complete([self._contraction(position, axes) for position in inner])
+        row = self._row(products, axes) if products else None
+        if not products or row is None:
+            return None
         maxima = [position for position in outer if self.reductions[position].kind == "max"]
         softmax = self._softmax(maxima[0], inner) if len(maxima) == 1 else None
-        found = tuple([item for item in products if item is not None])
-        row = self._row(found, axes)
-        if not found or len(found) != len(products) or row is None or len(maxima) != (softmax is not None):
+        if maxima and softmax is None:
             return None
-        sums: list[WeightSum] = []
-        weighted: list[Contraction] = []
-        for position in outer:
-            if position in maxima:
-                continue
-            item = self._sum(position, row, axes, softmax)
-            match item:
-                case WeightSum():
-                    sums.append(item)
-                case Contraction():
-                    weighted.append(item)
-                case None:
-                    return None
-        columns = [self._columns(item) for item in weighted]
-        used = frozenset[Axis]().union(*columns)
-        updates = self._updates(used, outer)
-        if updates is None or not (weighted or updates) or any(len(item) > 1 for item in columns):
+        sums = _complete([self._sum(position, row, axes, softmax) for position in outer if position not in maxima])
+        weighted = tuple([item for item in sums or () if isinstance(item, Contraction)])
+        columns = frozenset[Axis]().union(*[self._columns(item) for item in weighted])
+        updates = self._updates(columns, outer)
+        if sums is None or updates is None:
             return None
-        by_row = tuple([item for item in updates if not self.kernel.varying[item.position]])
-        inside = tuple([item for item in updates if self.kernel.varying[item.position]])
-        in_order = tuple([axis for axis in self.kernel.axes if axis in used])
         lefts = dict.fromkeys([item.left for item in weighted])
-        scaled = tuple([part for left in lefts if (part := self._scaled(left, softmax)) is not None])
         parts = StreamingReduction(
-            axes,
-            row,
-            in_order,
-            found,
-            softmax,
-            tuple(sums),
-            tuple(weighted),
-            scaled,
-            inside,
-            by_row,
-            (),
-            (),
-            self.kernel,
+            axes=axes,
+            row=row,
+            columns=tuple([axis for axis in self.kernel.axes if axis in columns]),
+            products=products,
+            softmax=softmax,
+            sums=tuple([item for item in sums if isinstance(item, WeightSum)]),
+            weighted_sums=weighted,
+            scaled_weights=tuple([part for left in lefts if (part := self._scaled(left, softmax)) is not None]),
+            updates=tuple([item for item in updates if self.kernel.varying[item.position]]),
+            row_updates=tuple([item for item in updates if not self.kernel.varying[item.position]]),
+            bounds=(),
+            masks=(),
+            kernel=self.kernel,
         )
-        is_complete = all(self._reduced_axes(item.position) == axes for item in inside) and not (softmax and inside)
-        elements = [*parts.elements, *[part.factor for part in scaled]]
-        if not is_complete or any(not used.isdisjoint(self.kernel.value_axes[item]) for item in elements):
-            return None
-        return self._bounded(parts)
+        return self._bounded(parts) if self._is_supported(parts) else None
+
+    def _is_supported(self, parts: StreamingReduction) -> bool:
+        """Whether a pass has the results: sums on at most one column axis each, of elements that depend on none."""
+        elements = [*parts.elements, *[part.factor for part in parts.scaled_weights]]
+        return (
+            bool(parts.weighted_sums or parts.updates or parts.row_updates)
+            and all(len(self._columns(item)) <= 1 for item in parts.weighted_sums)
+            and all(self._reduced_axes(item.position) == parts.axes for item in parts.updates)
+            and not (parts.softmax and parts.updates)
+            and all(self.kernel.value_axes[item].isdisjoint(parts.columns) for item in elements)
+        )
 
     def _operation(self, position: int) -> Operation:
         return self.kernel.operations[position]
@@ -347,14 +349,13 @@ class _Finder:
 
     def _preceding(self, position: int) -> set[int]:
         """Returns the operations that one is computed from, up to reductions."""
-        found: set[int] = set()
-        stack = [position]
-        while stack:
-            at = stack.pop()
-            if at not in found:
-                found.add(at)
-                stack.extend(() if isinstance(self._operation(at), Reduce) else operands(self._operation(at)))
-        return found
+        preceding, pending = set[int](), [position]
+        while pending:
+            at = pending.pop()
+            if at not in preceding:
+                preceding.add(at)
+                pending.extend(() if isinstance(self._operation(at), Reduce) else operands(self._operation(at)))
+        return preceding
 
     def _weights(self, scores: int, maximum: int) -> int | None:
         """Returns the position of exp(scores - maximum)."""
