@@ -13,11 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import scaled_dot_product_attention
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.fx_passes.attention_backward import AttentionBackward, Dropout
 from fxwrap.fx_passes.attention_elements import ReadTensor, UnsupportedScoresError, read_buffer
-from fxwrap.fx_passes.attention_formulas import DROPOUT, AttentionFormula
+from fxwrap.fx_passes.attention_formulas import DROPOUT
 from fxwrap.fx_passes.attention_nodes import permutation, sizes_of
 from fxwrap.fx_passes.attention_operands import AttentionOperands, kernel_operand, plain_stage
+from fxwrap.fx_passes.attention_parts import AttentionBackward, AttentionFormula, Dropout
 from fxwrap.fx_passes.attention_score_gradients import score_gradients
 from fxwrap.fx_passes.attention_scores import ScoreFunctions, score_functions
 from fxwrap.fx_passes.attention_sinks import Sink

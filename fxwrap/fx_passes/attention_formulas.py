@@ -18,13 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxwrap.fx_passes.attention_backward import (
-    AttentionBackward,
-    Dropout,
-    ForwardNodes,
-    UnsupportedBackwardError,
-    find_backward,
-)
+from fxwrap.fx_passes.attention_backward import UnsupportedBackwardError, find_backward
 from fxwrap.fx_passes.attention_nodes import (
     ALIASES,
     ELEMENTWISE,
@@ -40,6 +34,7 @@ from fxwrap.fx_passes.attention_nodes import (
     sizes_of,
     transposes_matrices,
 )
+from fxwrap.fx_passes.attention_parts import AttentionFormula, Dropout
 from fxwrap.fx_passes.attention_sinks import Sink
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.prepared_graph import NodeValues
@@ -48,42 +43,6 @@ from fxwrap.torch_compat import OpOverload
 _aten = torch.ops.aten
 
 _PRODUCTS = frozenset({_aten.mm.default, _aten.bmm.default, _aten.baddbmm.default})
-
-
-@dataclass(frozen=True)
-class AttentionFormula:
-    """Attention, as nodes of a graph.
-
-    Fields:
-        softmax: the weights.
-        query_key: the matmul of queries and transposed keys.
-        scores: the nodes from `query_key` to the operand of the softmax, both included.
-        output: the matmul of weights and values.
-        inner: the nodes between `query_key` and `output`, which only they read.
-        passed: the nodes between `softmax` and `output`: views, casts, dropout, and factors of weights.
-        dropout: the call that drops some weights, or None; only with a backward.
-        sink: the logits that are concatenated to the scores before the softmax, or None.
-        logsumexp: the log-sum-exp of each row of the scores, which others read, or None.
-        transposed: the nodes of scores, weights and their gradients that have keys as rows. If `query_key` is one,
-            queries are its right operand.
-        is_output_transposed: whether `output` is the matmul of transposed values and transposed weights.
-        zeroes_fully_masked_rows: whether the weights of a row are 0 where all its scores are minus infinity, not NaN.
-        backward: the backward in the same graph, or None.
-    """
-
-    softmax: Node
-    query_key: Node
-    scores: tuple[Node, ...]
-    output: Node
-    inner: tuple[Node, ...]
-    passed: tuple[Node, ...]
-    zeroes_fully_masked_rows: bool
-    backward: AttentionBackward | None = None
-    dropout: Dropout | None = None
-    sink: Sink | None = None
-    logsumexp: Node | None = None
-    transposed: frozenset[Node] = frozenset()
-    is_output_transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,6 +153,19 @@ class _Search:
 
     def result(self) -> AttentionFormula | str | None:
         """Returns the formula; the reason why a softmax between matmuls is none; None for other softmaxes."""
+        formula = self._forward()
+        if not isinstance(formula, AttentionFormula):
+            return formula
+        try:
+            backward = find_backward(formula, self.fakes)
+        except UnsupportedBackwardError as error:
+            return str(error)
+        if backward is not None:
+            formula = replace(formula, backward=backward, transposed=formula.transposed | backward.transposed)
+        return self._decline_reason(formula) or formula
+
+    def _forward(self) -> AttentionFormula | str | None:
+        """Returns the formula without a backward; a reason or None as `result` does."""
         scores = self._path(self.softmax.operand, 0)
         below = self._below() if scores is not None else None
         if scores is None or below is None:
@@ -201,45 +173,47 @@ class _Search:
         passed, output = below
         if isinstance(output, str):
             return output
-        rows, keys = self._last_two(self.softmax.operand)[:: -1 if self.softmax.is_transposed else 1]
-        transposed = self._transposed(scores, passed, rows, keys)
-        for node in self._fixed_shapes(scores, passed):
-            if transposed is None or self._last_two(node) != ((keys, rows) if node in transposed else (rows, keys)):
-                return "its scores are reshaped across rows and keys"
-        assert transposed is not None
-        is_output_transposed = self._last_weights(passed) in transposed
-        if output.args[1 if is_output_transposed else 0] is not self._last_weights(passed):
-            return "its weights are no left operand of a matmul"
+        transposed = self._transposed(scores, passed)
+        if transposed is None:
+            return "its scores are reshaped across rows and keys"
         dropout = next((item for node in passed if (item := Dropout.of(node)) is not None), None)
-        transposed |= {dropout.mask} if dropout is not None and dropout.output in transposed else set()
-        inner, logsumexp = (*scores[1:], *self.softmax.nodes, *passed), self._logsumexp(scores)
-        weights, sink = self._last_weights(passed), self.softmax.sink
-        try:
-            backward = find_backward(ForwardNodes(
-                scores[0], tuple(scores), self.weights, passed, weights, output, dropout, sink, logsumexp, transposed
-            ), self.fakes)  # fmt: skip
-        except UnsupportedBackwardError as error:
-            return str(error)
-        if dropout is not None and backward is None:
-            return DROPOUT
-        if backward is not None and backward.transposed and 1 in (rows, keys):
-            return "its scores are transposed vectors, and it has a backward"
-        own = {scores[0], *inner, output, *(backward.inner if backward is not None else ())}
-        own |= {dropout.mask} if dropout is not None else set()
-        own |= {logsumexp} if logsumexp is not None else set()
-        own |= {item for item in backward.results if item not in backward.matrices} if backward is not None else set()
-        for node in (scores[0], *inner, *([dropout.mask] if dropout is not None else [])):
-            if not own.issuperset(node.users):
-                return "its weights are read again" if node in self.softmax.nodes else "its scores are read again"
+        if dropout is not None and dropout.output in transposed:
+            transposed |= {dropout.mask}
         zeroes = self._zeroes_fully_masked_rows(scores, passed)
         if zeroes is None:
             return "it replaces weights of rows that may be NaN"
-        if zeroes and sink is not None:
+        formula = AttentionFormula(
+            scores=tuple(scores),
+            softmax=self.weights,
+            passed=passed,
+            output=output,
+            inner=(*scores[1:], *self.softmax.nodes, *passed),
+            zeroes_fully_masked_rows=zeroes,
+            transposed=transposed,
+            dropout=dropout,
+            sink=self.softmax.sink,
+            logsumexp=self._logsumexp(scores),
+        )
+        if output.args[1 if formula.is_output_transposed else 0] is not formula.weights:
+            return "its weights are no left operand of a matmul"
+        return formula
+
+    def _decline_reason(self, formula: AttentionFormula) -> str | None:
+        """Returns the reason why no kernel can compute a formula; None if one can."""
+        backward, dropout = formula.backward, formula.dropout
+        if dropout is not None and backward is None:
+            return DROPOUT
+        if backward is not None and backward.transposed and 1 in self._last_two(self.softmax.operand):
+            return "its scores are transposed vectors, and it has a backward"
+        nodes = [formula.query_key, *formula.inner, *([dropout.mask] if dropout is not None else [])]
+        readers = {*nodes, formula.output, formula.logsumexp}
+        readers |= {*backward.inner, *backward.results} if backward is not None else set()
+        for node in nodes:
+            if not readers.issuperset(node.users):
+                return "its weights are read again" if node in self.softmax.nodes else "its scores are read again"
+        if formula.zeroes_fully_masked_rows and formula.sink is not None:
             return "its sink is that of a safe softmax"
-        return AttentionFormula(
-            self.weights, scores[0], tuple(scores), output, inner, passed, zeroes, backward, dropout, sink, logsumexp,
-            transposed | (backward.transposed if backward is not None else frozenset()), is_output_transposed,
-        )  # fmt: skip
+        return None
 
     def _logsumexp(self, scores: Sequence[Node]) -> Node | None:
         """Returns the log-sum-exp of rows of the scores that the softmax reads; None if the graph has none."""
@@ -267,42 +241,47 @@ class _Search:
             return None
         return safe or is_filled
 
-    def _transposed(
-        self, scores: Sequence[Node], passed: Sequence[Node], rows: Any, keys: Any
-    ) -> frozenset[Node] | None:
+    def _transposed(self, scores: Sequence[Node], passed: Sequence[Node]) -> frozenset[Node] | None:
         """Returns the nodes of scores and weights that have keys as rows; None where other matrices are transposed."""
-        if 1 in (rows, keys) and rows != keys:  # the transposition of a vector keeps the order of its elements
-            return frozenset([item for item in (*scores, *passed) if self._last_two(item) == (keys, rows)])
-        result, is_transposed = set[Node](), self.softmax.is_transposed
-        moved = dict[Node, bool]()
+        rows, keys = self._last_two(self.softmax.operand)[:: -1 if self.softmax.is_transposed else 1]
+        is_vector = 1 in (rows, keys) and rows != keys  # whose transposition keeps the order of its elements
+        if is_vector:
+            result = {item for item in (*scores, *passed) if self._last_two(item) == (keys, rows)}
+        else:
+            result, moved = self._orientations(scores, passed)
+            for node, is_transposed in moved.items():
+                sizes = tuple([size for size in sizes_of(node, self.fakes) if size != 1])
+                if sizes[-2:] != ((keys, rows) if is_transposed else (rows, keys)):
+                    return None
+        fixed = self._fixed_shapes(scores, passed)
+        is_fixed = all(self._last_two(node) == ((keys, rows) if node in result else (rows, keys)) for node in fixed)
+        return frozenset(result) if is_fixed else None
+
+    def _orientations(self, scores: Sequence[Node], passed: Sequence[Node]) -> tuple[set[Node], dict[Node, bool]]:
+        """Returns the nodes with keys as rows, by transpositions between them and the softmax, and these calls.
+
+        Each call comes with whether its result has keys as rows.
+        """
+        result, moved = set[Node](), dict[Node, bool]()
+        is_transposed = self.softmax.is_transposed
         for node in reversed(scores):
             result |= {node} if is_transposed else set()
             if transposes_matrices(node, self.fakes):
                 moved[node] = is_transposed
                 is_transposed = not is_transposed
         is_transposed = self.softmax.is_transposed
-        result |= {self.weights} if is_transposed else set()
-        for node in passed:
-            if transposes_matrices(node, self.fakes):
+        for node in (self.weights, *passed):
+            if node is not self.weights and transposes_matrices(node, self.fakes):
                 is_transposed = not is_transposed
                 moved[node] = is_transposed
             result |= {node} if is_transposed else set()
-        matrix = [rows, keys]
-        for node, is_transposed in moved.items():
-            sizes = [size for size in sizes_of(node, self.fakes) if size != 1]
-            if sizes[-2:] != (matrix[::-1] if is_transposed else matrix):
-                return None
-        return frozenset(result)
-
-    def _last_weights(self, passed: Sequence[Node]) -> Node:
-        """Returns the weights that the last matmul reads."""
-        return (self.weights, *passed)[-1]
+        return result, moved
 
     def _fixed_shapes(self, scores: Sequence[Node], passed: Sequence[Node]) -> list[Node]:
         """Returns the nodes that must have rows and keys as their last dimensions."""
         dropout = {item.output for node in passed if (item := Dropout.of(node)) is not None}
         combining = [node for node in (*scores[1:], *passed) if len(node.all_input_nodes) > 1 and node not in dropout]
-        return [scores[0], *combining, self._last_weights(passed)]
+        return [scores[0], *combining, (self.weights, *passed)[-1]]
 
     def _last_two(self, node: Node) -> tuple[object, ...]:
         return tuple(sizes_of(node, self.fakes)[-2:])

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxwrap.fx_passes.attention_formulas import AttentionFormula
 from fxwrap.fx_passes.attention_nodes import folded_number, is_cast, keeps_order, sizes_of, swaps_last_two
+from fxwrap.fx_passes.attention_parts import AttentionFormula
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.graph_copy import GraphCopy
 from fxwrap.fx_passes.grouped_queries import repeated_heads

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fxwrap.fx_passes.attention_backward import AttentionBackward
 from fxwrap.fx_passes.attention_elements import Coordinate, ReadTensor, ScalarGraph, UnsupportedScoresError
-from fxwrap.fx_passes.attention_formulas import AttentionFormula
 from fxwrap.fx_passes.attention_operands import AttentionOperands
+from fxwrap.fx_passes.attention_parts import AttentionBackward, AttentionFormula
 from fxwrap.fx_passes.attention_scores import BiasedScores, ScoreFunctionBuilder
 from fxwrap.fx_passes.prepared_graph import NodeValues
 from fxwrap.torch_compat import FakeTensor, flex_scatter_operator, in_fake_mode

@@ -23,10 +23,10 @@ from fxwrap.fx_passes.attention_elements import (
     ScalarGraph,
     UnsupportedScoresError,
 )
-from fxwrap.fx_passes.attention_formulas import AttentionFormula
 from fxwrap.fx_passes.attention_key_bounds import key_bounds
 from fxwrap.fx_passes.attention_nodes import ELEMENTWISE, sizes_of
 from fxwrap.fx_passes.attention_operands import AttentionOperands
+from fxwrap.fx_passes.attention_parts import AttentionFormula
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.prepared_graph import NodeValues
 from fxwrap.torch_compat import FakeTensor
