@@ -247,9 +247,11 @@ class _Decomposer:
     def _insert(self, node: Node, trace: GraphModule, call: _Call) -> Any:
         """Inserts the calls of a trace, and returns its results: a node, a literal or a tree of these.
 
-        The call that computes the only result has the name of the node.
+        The call that computes the only result, which may be one of several of its own, has the name of the node.
         """
-        result = trace.graph.output_node().args[0]
+        result: Any = trace.graph.output_node().args[0]
+        is_element = isinstance(result, Node) and result.target is operator.getitem
+        last = result.args[0] if is_element else result
         remaining = iter(call.operands)
         values: dict[Node, Any] = {}
         for inner in trace.graph.nodes:
@@ -258,7 +260,7 @@ class _Decomposer:
             elif inner.op == "get_attr":
                 values[inner] = self._attribute(f"{node.name}_{inner.target}", attribute_of(inner), call.tensors[0])
             elif inner.op == "call_function":
-                name = node.name if inner is result else f"{node.name}_{inner.name}"
+                name = node.name if inner is last else f"{node.name}_{inner.name}"
                 known = self._number(inner.meta.get("val"))
                 values[inner] = known or self._call(inner, values, name, node, call.tensors[0])
         return map_arg(result, values.__getitem__)

@@ -211,6 +211,19 @@ def test_nodes_keep_their_names_and_places() -> None:
     assert (source.file, source.line) == ("model.py", 7) and "self.linear(x)" in source.stack_trace
 
 
+def test_the_call_whose_first_result_is_that_of_a_node_has_its_name() -> None:
+    def function(x: Tensor, *qkv: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.layer_norm(x, [8]), functional.scaled_dot_product_attention(*qkv)
+
+    inputs = rand(4, 8), *heads()
+    options = UNCACHED.replace(fuse=False)
+    program = fxwrap.compile_graph(before_dispatch(function, inputs), inputs, options=options).program
+    norm, attention = [line for line in program.lines() if isinstance(line, ExternCall)]
+    assert (norm.target, norm.results[0].name) == ("aten.native_layer_norm.default", "layer_norm_0")
+    assert attention.target == "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    assert attention.results[0].name == "scaled_dot_product_attention_0"
+
+
 def test_preserved_operators_and_those_with_a_users_lowering_stay() -> None:
     inputs = rand(3, 4), rand(5, 4)
     graph = before_dispatch(lambda x, w: functional.linear(x, w).to(torch.float64), inputs)
