@@ -18,7 +18,7 @@ from fxwrap.fx_passes.attention_formulas import DROPOUT
 from fxwrap.fx_passes.attention_nodes import permutation, sizes_of
 from fxwrap.fx_passes.attention_operands import AttentionOperands, kernel_operand, plain_stage
 from fxwrap.fx_passes.attention_parts import AttentionBackward, AttentionFormula, Dropout
-from fxwrap.fx_passes.attention_score_gradients import score_gradients
+from fxwrap.fx_passes.attention_score_gradients import ScoreGradients, score_gradients
 from fxwrap.fx_passes.attention_scores import ScoreFunctions, score_functions
 from fxwrap.fx_passes.attention_sinks import Sink
 from fxwrap.fx_passes.decoding_attention import has_few_rows
@@ -88,8 +88,7 @@ class AttentionRewriter:
             and self._reaches(formula, spec.attention.library_sizes)
         )  # fmt: skip
         before, name = self._first_result(formula, operands, functions.reads), f"{formula.softmax.name}_attention"
-        stages = (operands.query, operands.key, operands.value)
-        tensors = [kernel_operand(self.copy, before, stage, operands, name) for stage in stages]
+        tensors = self._kernel_operands(before, operands, name)
         query, key, _ = [self.copy.fakes[item] for item in tensors]
         in_kernel = spec is not None and (
             self._reaches(formula, spec.attention.streaming_sizes) or has_few_rows(query, key, spec)
@@ -103,9 +102,29 @@ class AttentionRewriter:
         if result is None and not in_kernel:
             raise UnsupportedScoresError(_SMALL)
         if result is None:
+            buffers = self._buffers(before, operands, functions.reads, name)
             order = _order_of(formula, chain)
-            result = self._kernel_call(before, formula, operands, functions, tensors, order, name)
+            forward = self._forward_call(before, formula, functions, tensors, buffers, order, name)
+            if formula.logsumexp is not None:
+                self._replace_logsumexp(formula.logsumexp, before, self._element(before, forward, 1, name), name)
+            result = self._element(before, forward, 0, name)
         self._replace_output(formula, chain, before, result, name)
+
+    def _kernel_operands(self, before: Node, operands: AttentionOperands, name: str) -> list[Node]:
+        """Returns queries, keys and values as a kernel reads them."""
+        stages = (operands.query, operands.key, operands.value)
+        return [kernel_operand(self.copy, before, stage, operands, name) for stage in stages]
+
+    def _buffers(
+        self, before: Node, operands: AttentionOperands, reads: Sequence[ReadTensor], name: str
+    ) -> tuple[Node, ...]:
+        """Returns the tensors that functions of scores read."""
+        return tuple([read_buffer(self.copy, before, item, operands.heads, name) for item in reads])
+
+    def _element(self, before: Node, call: Node, position: int, name: str) -> Node:
+        """Returns one of the results of a call."""
+        fake = self.copy.fakes[call][position]
+        return self.copy.call(before, operator.getitem, (call, position), name, fake=fake)
 
     def _first_result(
         self, formula: AttentionFormula, operands: AttentionOperands, reads: Sequence[ReadTensor]
@@ -151,51 +170,58 @@ class AttentionRewriter:
         self, formula: AttentionFormula, operands: AttentionOperands, backward: AttentionBackward
     ) -> None:
         """Replaces a formula by a call of FlexAttention, and its backward by one of FlexAttention's backward."""
-        copy, fakes = self.copy, self.fakes
-        functions = score_gradients(formula, operands, fakes, self.written)
+        copy = self.copy
+        functions = score_gradients(formula, operands, self.fakes, self.written)
         self._check_backward_device(formula)
         order = {node: position for position, node in enumerate(copy.node_map)}
-        if any(order[item.node] > order[formula.output] for item in functions.reads):
+        reads = functions.forward.reads
+        if any(order[item.node] > order[formula.output] for item in reads):
             raise UnsupportedScoresError("its backward reads a bias or mask of its own")
-        before, name = self._first_result(formula, operands, functions.reads), f"{formula.softmax.name}_attention"
+        before, name = self._first_result(formula, operands, reads), f"{formula.softmax.name}_attention"
         if formula.dropout is not None:
             self._draw_mask(formula.dropout, name)
-        stages = (operands.query, operands.key, operands.value)
-        tensors = [kernel_operand(copy, before, stage, operands, name) for stage in stages]
+        tensors = self._kernel_operands(before, operands, name)
         chain = self._split_and_copies(formula, operands)
-        buffers = tuple([read_buffer(self.copy, before, item, operands.heads, name) for item in functions.reads])
-        score_mod = copy.attribute(before, f"{name}_scores", functions.score_mod)
-        block_mask = self._block_mask(before, functions.mask_mod, name)
-        options = {"ROWS_GUARANTEED_SAFE": not formula.zeroes_fully_masked_rows, "BACKEND": "FLASH",
-                   RELATIVE_LOGSUMEXP: True}  # fmt: skip
-        fake = _result_fakes(copy.fakes[tensors[0]], copy.fakes[tensors[2]], _order_of(formula, chain))
-        functions_of_weights = {WEIGHT_MOD: functions.weight_mod, SINK_MOD: functions.sink_mod}
-        forward_options = options | self._functions(before, functions_of_weights, name)
-        forward = (*tensors, score_mod, block_mask, 1.0, forward_options, buffers, buffers)
-        call = copy.call(before, flex_attention_operator(), forward, name, fake=fake)
-        results = [copy.call(before, operator.getitem, (call, index), name, fake=fake[index]) for index in range(3)]
+        buffers = self._buffers(before, operands, reads, name)
+        order_in_memory = _order_of(formula, chain)
+        forward = self._forward_call(before, formula, functions.forward, tensors, buffers, order_in_memory, name)
+        results = [self._element(before, forward, position, name) for position in range(3)]
         self._replace_output(formula, chain, before, results[0], name)
         if formula.logsumexp is not None:
             total = copy.call(before, _aten.add.Tensor, (results[1], results[2]), name)
             self._replace_logsumexp(formula.logsumexp, before, total, name)
-
         if operands.key.group > 1:
             backward = backward.of_key_heads()
         before = copy.node_map[min(backward.results, key=order.__getitem__)]
-        grad_total, name = self._logsumexp_gradient(backward, before, results[1], name), f"{name}_backward"
-        grad_output = plain_stage(backward.grad_output, -2 if formula.is_output_transposed else -1, operands, fakes)
-        gradient = kernel_operand(copy, before, grad_output, operands, name)
+        formula = replace(formula, backward=backward)
+        self._replace_backward(before, formula, operands, functions, (*tensors, *results), buffers, name)
+
+    def _replace_backward(
+        self, before: Node, formula: AttentionFormula, operands: AttentionOperands, functions: ScoreGradients,
+        tensors: tuple[Node, ...], buffers: tuple[Node, ...], name: str,
+    ) -> None:  # fmt: skip
+        """Replaces a formula's backward by a call of FlexAttention's.
+
+        `tensors` are queries, keys, values, output, log-sum-exp without maxima, and maxima.
+        """
+        copy, backward, (*inputs, output, total, maxima) = self.copy, formula.backward, tensors
+        assert backward is not None
+        grad_total, name = self._logsumexp_gradient(backward, before, total, name), f"{name}_backward"
+        width_dim = -2 if formula.is_output_transposed else -1
+        stage = plain_stage(backward.grad_output, width_dim, operands, self.fakes)
+        gradient = kernel_operand(copy, before, stage, operands, name)
         relative = copy.attribute(before, f"{name}_scores", functions.relative_score_mod)
         joint = copy.attribute(before, f"{name}_joint", functions.joint)
-        block_mask = self._block_mask(before, functions.mask_mod, name)
-        gradient_fakes = self._gradient_fakes(tensors, backward, functions.matrices)
-        options |= self._functions(before, {WEIGHT_MOD: functions.backward_weight_mod}, name)
-        arguments = (*tensors, *results[:2], gradient, grad_total, relative, joint, block_mask, 1.0, options,
-                     (*buffers, results[2]), buffers)  # fmt: skip
-        call = copy.call(before, flex_attention_backward_operator(), arguments, name, fake=gradient_fakes)
-        self._replace_gradients(backward, formula.sink, call, gradient_fakes, before, name)
+        block_mask = self._block_mask(before, functions.forward.mask_mod, name)
+        options = self._kernel_options(before, formula, {WEIGHT_MOD: functions.backward_weight_mod}, name)
+        fakes = self._gradient_fakes(inputs, backward, functions.matrices)
+        arguments = (*inputs, output, total, gradient, grad_total, relative, joint, block_mask, 1.0, options,
+                     (*buffers, maxima), buffers)  # fmt: skip
+        call = copy.call(before, flex_attention_backward_operator(), arguments, name, fake=fakes)
+        self._replace_gradients(backward, formula.sink, call, before, name)
         if formula.sink is not None and backward.grad_sink is not None:
-            result = self._sink_gradient(formula.sink, backward.grad_sink, (*results, gradient), before, name)
+            statistics = (output, total, maxima, gradient)
+            result = self._sink_gradient(formula.sink, backward.grad_sink, statistics, before, name)
             copy.substitute(backward.grad_sink, result, "fused")
 
     def _logsumexp_gradient(self, backward: AttentionBackward, before: Node, like: Node, name: str) -> Node | None:
@@ -236,14 +262,17 @@ class AttentionRewriter:
         result = call(_aten._to_copy.default, product, dtype=fake.dtype)
         return call(_aten.view.default, result, copy.size_arguments(before, fake.shape))
 
-    def _functions(
-        self, before: Node, functions: Mapping[str, torch.fx.GraphModule | None], name: str
-    ) -> dict[str, Any]:  # fmt: skip
-        """Returns the options of a call that are functions of indices, and not None."""
-        return {
-            option: self.copy.attribute(before, f"{name}_{option}", function)
-            for option, function in functions.items() if function is not None
-        }  # fmt: skip
+    def _kernel_options(
+        self, before: Node, formula: AttentionFormula, functions: Mapping[str, torch.fx.GraphModule | None], name: str
+    ) -> dict[str, Any]:
+        """Returns the options of a call; `functions` of indices are among them, if they are not None."""
+        options: dict[str, Any] = {"ROWS_GUARANTEED_SAFE": not formula.zeroes_fully_masked_rows, "BACKEND": "FLASH"}
+        if formula.backward is not None:
+            options[RELATIVE_LOGSUMEXP] = True
+        for option, function in functions.items():
+            if function is not None:
+                options[option] = self.copy.attribute(before, f"{name}_{option}", function)
+        return options
 
     def _check_backward_device(self, formula: AttentionFormula) -> None:
         """Raises UnsupportedScoresError where the device's kernels are slower than the formula."""
@@ -262,14 +291,14 @@ class AttentionRewriter:
             raise UnsupportedScoresError(DROPOUT)
 
     def _replace_gradients(
-        self, backward: AttentionBackward, sink: Sink | None, call: Node, gradient_fakes: Any, before: Node, name: str
-    ) -> None:
+        self, backward: AttentionBackward, sink: Sink | None, call: Node, before: Node, name: str
+    ) -> None:  # fmt: skip
         """Replaces the gradients of a formula by the results of a call of FlexAttention's backward."""
         copy, fakes = self.copy, self.fakes
         nodes = (backward.grad_query, backward.grad_key, backward.grad_value)
         for index, node in enumerate(nodes):
             if node is not None:
-                result = copy.call(before, operator.getitem, (call, index), name, fake=gradient_fakes[index])
+                result = self._element(before, call, index, name)
                 if node.target in (_aten.bmm.default, _aten.mm.default):
                     if node in backward.transposed:
                         result = copy.call(before, _aten.transpose.int, (result, -2, -1), name)
@@ -279,10 +308,9 @@ class AttentionRewriter:
                     result = copy.call(before, _aten.unsqueeze.default, (result, 2), name)
                 copy.substitute(node, result, "fused", tuple(backward.inner))
         if backward.matrices:
-            captured = copy.call(before, operator.getitem, (call, 3), name, fake=gradient_fakes[3])
+            captured = self._element(before, call, 3, name)
         for index, node in enumerate(backward.matrices):
-            fake = gradient_fakes[3][index]
-            result = copy.call(before, operator.getitem, (captured, index), name, fake=fake)
+            result = self._element(before, captured, index, name)
             sizes = copy.size_arguments(before, fakes[node].shape)
             result = copy.call(before, _aten.view.default, (result, sizes), name)
             if sink is not None and not same_strides(copy.fakes[result], fakes[node]):  # columns of a wider matrix
@@ -361,26 +389,19 @@ class AttentionRewriter:
         dense = self.copy.call(before, _aten.clone.default, (moved,), name, keywords)
         return self.copy.call(before, _aten.permute.default, (dense, [*map(order.index, range(4))]), name)
 
-    def _kernel_call(
-        self, before: Node, formula: AttentionFormula, operands: AttentionOperands, functions: ScoreFunctions,
-        tensors: Sequence[Node], order: Sequence[int], name: str,
+    def _forward_call(
+        self, before: Node, formula: AttentionFormula, functions: ScoreFunctions, tensors: Sequence[Node],
+        buffers: tuple[Node, ...], order: Sequence[int], name: str,
     ) -> Node:  # fmt: skip
-        """Returns the output of FlexAttention, stored like that of `_library_call`."""
+        """Returns a call of FlexAttention, whose output's dimensions are in memory in an order."""
         copy = self.copy
-        buffers = tuple([read_buffer(self.copy, before, item, operands.heads, name) for item in functions.reads])
         score_mod = copy.attribute(before, f"{name}_scores", functions.score_mod)
         block_mask = self._block_mask(before, functions.mask_mod, name)
-        kernel_options = {"ROWS_GUARANTEED_SAFE": not formula.zeroes_fully_masked_rows, "BACKEND": "FLASH"}
-        kernel_options |= self._functions(
-            before, {WEIGHT_MOD: functions.weight_mod, SINK_MOD: functions.sink_mod}, name
-        )  # fmt: skip
-        arguments = (*tensors, score_mod, block_mask, functions.scale, kernel_options, buffers, buffers)
-        results = _result_fakes(copy.fakes[tensors[0]], copy.fakes[tensors[2]], order)
-        call = copy.call(before, flex_attention_operator(), arguments, name, fake=results)
-        if formula.logsumexp is not None:
-            total = copy.call(before, operator.getitem, (call, 1), name, fake=results[1])
-            self._replace_logsumexp(formula.logsumexp, before, total, name)
-        return copy.call(before, operator.getitem, (call, 0), name, fake=results[0])
+        of_indices = {WEIGHT_MOD: functions.weight_mod, SINK_MOD: functions.sink_mod}
+        options = self._kernel_options(before, formula, of_indices, name)
+        arguments = (*tensors, score_mod, block_mask, functions.scale, options, buffers, buffers)
+        fakes = _result_fakes(copy.fakes[tensors[0]], copy.fakes[tensors[2]], order)
+        return copy.call(before, flex_attention_operator(), arguments, name, fake=fakes)
 
     def _split_and_copies(self, formula: AttentionFormula, operands: AttentionOperands) -> list[Node]:
         """Returns the nodes that read the output as (batch, heads, rows, width); none if it is not split like this.

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fxwrap.fx_passes.attention_elements import Coordinate, ReadTensor, ScalarGraph, UnsupportedScoresError
+from fxwrap.fx_passes.attention_elements import Coordinate, ScalarGraph, UnsupportedScoresError
 from fxwrap.fx_passes.attention_operands import AttentionOperands
 from fxwrap.fx_passes.attention_parts import AttentionBackward, AttentionFormula
-from fxwrap.fx_passes.attention_scores import BiasedScores, ScoreFunctionBuilder
+from fxwrap.fx_passes.attention_scores import BiasedScores, ScoreFunctionBuilder, ScoreFunctions
 from fxwrap.fx_passes.prepared_graph import NodeValues
 from fxwrap.torch_compat import FakeTensor, flex_scatter_operator, in_fake_mode
 
@@ -30,25 +30,18 @@ class ScoreGradients:
     """The functions of a formula and of its backward as graphs on scalars.
 
     Fields:
-        score_mod: the score of the forward.
-        relative_score_mod: the score less the maximum of its row, which is the last buffer.
+        forward: the functions of the forward, and what all functions read. The others read the maxima, too, which are
+            the last buffer.
+        relative_score_mod: the score less the maximum of its row.
         joint: the gradient of the score before `score_mod`, from that of the modified score; None for each index, and
             the matrices of gradients that others read.
-        mask_mod: bounds of keys beyond which weights are zero.
-        weight_mod, backward_weight_mod: the factor of weights in forward and backward, 0 for dropped ones; None
-            without factors.
-        reads: the buffers of all of them, in order, but for the maxima.
-        sink_mod: the logit of a row's sink; None without a sink.
+        backward_weight_mod: the factor of weights in the backward, 0 for dropped ones; None without factors.
     """
 
-    score_mod: GraphModule
+    forward: ScoreFunctions
     relative_score_mod: GraphModule
     joint: GraphModule
-    mask_mod: GraphModule
-    weight_mod: GraphModule | None
     backward_weight_mod: GraphModule | None
-    reads: tuple[ReadTensor, ...]
-    sink_mod: GraphModule | None = None
 
     @property
     def matrices(self) -> tuple[FakeTensor, ...]:
@@ -140,12 +133,12 @@ class _Builder(ScoreFunctionBuilder):
         empty = [None] * len(self.indices)
         matrices = [self._matrix(passed[node], self.fakes[node].dtype, maxima) for node in backward.matrices]
         of_indices = (self.score, start, maxima)
-        return ScoreGradients(
-            self.part([value], (start, maxima)), self.part([relative], (start,)),
-            self.part([gradient, *empty, *matrices], ()), self.mask_mod(value, sink, of_indices),
-            self.optional_part(factor, of_indices), self.optional_part(factor, (self.score, start)),
-            self.read_tensors, self.optional_part(sink, of_indices),
-        )  # fmt: skip
+        score_mod, relative_score_mod = self.part([value], (start, maxima)), self.part([relative], (start,))
+        joint, mask_mod = self.part([gradient, *empty, *matrices], ()), self.mask_mod(value, sink, of_indices)
+        weight_mods = [self.optional_part(factor, unread) for unread in (of_indices, (self.score, start))]
+        sink_mod, reads = self.optional_part(sink, of_indices), self.read_tensors
+        forward = ScoreFunctions(score_mod, mask_mod, 1.0, reads, sink_mod, weight_mods[0])
+        return ScoreGradients(forward, relative_score_mod, joint, weight_mods[1])
 
     def _matrix(self, value: Node, dtype: torch.dtype, maxima: Node) -> Node:
         """Returns a tensor of (batch, heads, rows, keys) with a value of each score, in a dtype."""
