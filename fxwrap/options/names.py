@@ -1,16 +1,12 @@
-"""Names in options: sets of overloads and kernels, and symbols, checked against the names that exist."""
+"""Names in options: sets of overloads and kernels, checked against the names that exist."""
 
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from fxwrap.errors import OptionError
 from fxwrap.torch_compat import operator_overload, overload_names_of
-
-_SYMBOL = re.compile(r"(s|u|uf|f|n|b)\d+")
 
 
 def overload_names(option: str, names: object) -> frozenset[str]:
@@ -48,13 +44,6 @@ def check_overload(option: str, name: object) -> None:
         hint = _did_you_mean(str(name))
         remedy = hint or "; name an overload such as 'aten.add.Tensor', and import the library that registers it first"
         raise OptionError(f"option {option!r}: unknown operator {name!r}{remedy}") from None
-
-
-def check_symbols(option: str, symbols: Mapping[str, Any]) -> None:
-    """Raises OptionError for a key that is not the name of a symbol."""
-    for name in symbols:
-        if not _SYMBOL.fullmatch(str(name)):
-            raise OptionError(f"option {option!r}: {name!r} is not a symbol; symbols look like 's0' or 'u0'")
 
 
 def _did_you_mean(name: str) -> str:

@@ -14,7 +14,8 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar, Union, get_args, g
 
 from fxwrap.devices import CPU, DEVICE_SPECS, FX, DeviceSpec, check_languages, registered_specs
 from fxwrap.errors import OptionError
-from fxwrap.options.names import check_overload, check_symbols, overload_names, overload_or_kernel_names
+from fxwrap.options.names import check_overload, overload_names, overload_or_kernel_names
+from fxwrap.options.symbols import check_symbol_hints, check_symbol_ranges
 from fxwrap.options.user_pass import Pass, normalize_passes
 
 Emitter: TypeAlias = Literal["python", "cpp", "fx", "interpreter"]
@@ -184,36 +185,13 @@ class Options:
                 raise OptionError(f"option {name!r} takes {_accepted_text(name)}, not {getattr(self, name)!r}")
         for overload in self.lowerings:
             check_overload("lowerings", overload)
-        check_symbols("symbol_hints", self.symbol_hints)
-        check_symbols("symbol_ranges", self.symbol_ranges)
-        ranges: Mapping[str, object] = self.symbol_ranges
-        for name, bounds in ranges.items():
-            if not isinstance(bounds, tuple | list) or [type(bound) for bound in bounds] != [int, int]:
-                raise OptionError(
-                    f"option 'symbol_ranges' takes (lower, upper) of integers, not {bounds!r} for '{name}'"
-                )
-            if bounds[0] > bounds[1]:
-                raise OptionError(
-                    f"option 'symbol_ranges': the lower bound of {bounds!r} for '{name}' is the larger one"
-                )
-        for name, hint in self.symbol_hints.items():
-            if type(hint) is not int:
-                raise OptionError(f"option 'symbol_hints' takes integers, not {hint!r} for '{name}'")
-            least = min(0, self.symbol_ranges.get(name, (0, 0))[0])
-            if not least <= hint < 1 << 63:
-                raise OptionError(
-                    f"option 'symbol_hints': {hint} for '{name}' is not from {least} to 2**63 - 1. "
-                    "Pass a typical value; a number that may be negative has a range in 'symbol_ranges'"
-                )
+        check_symbol_ranges(self.symbol_ranges)
+        check_symbol_hints(self.symbol_hints, self.symbol_ranges)
         for name in ("memory_slack", "overlap_memory_slack"):
             if not 0 <= getattr(self, name) <= 1:
                 raise OptionError(f"option '{name}' is a number from 0 to 1, not {getattr(self, name)!r}")
-        speeds: Mapping[str, Any] = self.collective_speeds or {}
-        for name, speed in speeds.items():
-            if len(speed) != 2 or not all(type(item) in (int, float) and item >= 0 for item in speed):
-                raise OptionError(
-                    f"option 'collective_speeds' takes (seconds, bytes per second), not {speed!r} for '{name}'"
-                )
+        for name, speed in (self.collective_speeds or {}).items():
+            _check_speed(name, speed)
         if self.debug is not None and self.on_graph is not None:
             raise OptionError("option 'debug' checks compiled graphs, which the option 'on_graph' replaces")
         if self.cuda_graph_limit < 1:
@@ -289,6 +267,11 @@ class Options:
             if value != getattr(_DEFAULTS, name) and not (name == "devices" and value == DEVICE_SPECS):
                 parts.append(f"{name}={_describe(value)}")
         return " ".join(parts)
+
+
+def _check_speed(name: str, speed: Any) -> None:
+    if len(speed) != 2 or not all(type(item) in (int, float) and item >= 0 for item in speed):
+        raise OptionError(f"option 'collective_speeds' takes (seconds, bytes per second), not {speed!r} for '{name}'")
 
 
 @cache
