@@ -7,7 +7,7 @@ Positions may be known only at run time: then a line checks them, as in eager mo
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -207,43 +207,74 @@ def resolve_slice(builder: Builder, type_: TensorType, write: SliceWrite) -> Res
 
     Positions that the graph's guards cover need no check; a check of any other raises the same error as eager mode.
     """
-    symbols = builder.symbols
-    sizes, strides, offset = list(type_.sizes), list(type_.strides), type_.storage_offset
-    checks: list[Assert] = []
+    resolver = _SliceResolver(builder, list(type_.sizes), list(type_.strides), type_.storage_offset)
     for step in write.view_steps:
-        shape = builder.fakes[step.shape_source].shape
+        resolver.apply(step)
+    sizes, strides = tuple(resolver.sizes), tuple(resolver.strides)
+    resolved = TensorType(type_.dtype, sizes, strides, type_.device, resolver.offset)
+    return ResolvedSlice(resolved, tuple(resolver.checks))
+
+
+@dataclass
+class _SliceResolver:
+    """A view of a tensor, as sizes, strides and offset in its root, and the checks of positions in it."""
+
+    builder: Builder
+    sizes: list[Size]
+    strides: list[Size]
+    offset: Size
+    checks: list[Assert] = field(default_factory=list)
+
+    def apply(self, step: ViewStep) -> None:
+        """Replaces the view by a view of it."""
+        shape = self.builder.fakes[step.shape_source].shape
         if step.operator is _STRIDED:
-            sizes, strides, offset = [*step.position[0]], [*step.position[1]], total((offset, step.position[2]))
+            sizes, strides, offset = step.position
+            self.sizes, self.strides, self.offset = [*sizes], [*strides], total((self.offset, offset))
         elif step.operator is _DIAGONAL:
-            diagonal, one, other = step.position
-            length, count = diagonal_length(sizes[one], sizes[other], diagonal), symbols.size(shape[-1])
-            if depends_on_data(total((length, product((count, -1))))):
-                checks.append(_check_length(length, count, "the diagonal", None))
-            offset = total((offset, product((abs(diagonal), strides[other if diagonal > 0 else one]))))
-            stride = total((strides[one], strides[other]))
-            dims = [dim for dim in range(len(sizes)) if dim not in (one, other)]
-            sizes = [*[sizes[dim] for dim in dims], count]
-            strides = [*[strides[dim] for dim in dims], stride]
+            self._take_diagonal(self.builder.symbols.size(shape[-1]), *step.position)
         elif step.operator is _SELECT:
-            dim, index = step.position
-            position = _size(builder, index)
-            may_lack = isinstance(index, int) and builder.symbols.may_lack(sizes[dim], index)
-            if may_lack or not _is_guarded(builder, index):
-                message = f"select(): index out of range for dimension {dim}"
-                checks.append(Assert(is_in_bounds(position, sizes[dim]), message, "IndexError", position))
-            offset = total((offset, product((normalize_index(position, sizes[dim]), strides[dim]))))
-            del sizes[dim], strides[dim]
+            self._select(*step.position)
         else:
             dim, index, stride = step.position
-            position, count = _size(builder, index), symbols.size(shape[dim])
-            start = simplify_by_ranges(slice_start(position, sizes[dim]), symbols.program.infos)
-            end = None if step.end is None else _size(builder, step.end)
-            length = slice_length(start, end, stride, sizes[dim])
-            if not _is_guarded(builder, index) or depends_on_data(total((length, product((count, -1))))):
-                checks.append(_check_length(length, count, f"dimension {dim} at that position", position))
-            offset = total((offset, product((start, strides[dim]))))
-            sizes[dim], strides[dim] = count, product((strides[dim], stride))
-    return ResolvedSlice(TensorType(type_.dtype, tuple(sizes), tuple(strides), type_.device, offset), tuple(checks))
+            self._slice(dim, index, step.end, stride, self.builder.symbols.size(shape[dim]))
+
+    def _take_diagonal(self, count: Size, diagonal: int, one: int, other: int) -> None:
+        length = diagonal_length(self.sizes[one], self.sizes[other], diagonal)
+        if _may_differ(length, count):
+            self.checks.append(_check_length(length, count, "the diagonal", None))
+        self._move(abs(diagonal), other if diagonal > 0 else one)
+        stride = total((self.strides[one], self.strides[other]))
+        dims = [dim for dim in range(len(self.sizes)) if dim not in (one, other)]
+        self.sizes = [*[self.sizes[dim] for dim in dims], count]
+        self.strides = [*[self.strides[dim] for dim in dims], stride]
+
+    def _select(self, dim: int, index: object) -> None:
+        position = _size(self.builder, index)
+        may_lack = isinstance(index, int) and self.builder.symbols.may_lack(self.sizes[dim], index)
+        if may_lack or not _is_guarded(self.builder, index):
+            message = f"select(): index out of range for dimension {dim}"
+            self.checks.append(Assert(is_in_bounds(position, self.sizes[dim]), message, "IndexError", position))
+        self._move(normalize_index(position, self.sizes[dim]), dim)
+        del self.sizes[dim], self.strides[dim]
+
+    def _slice(self, dim: int, index: object, end: object, stride: int, count: Size) -> None:
+        position = _size(self.builder, index)
+        start = simplify_by_ranges(slice_start(position, self.sizes[dim]), self.builder.symbols.program.infos)
+        length = slice_length(start, None if end is None else _size(self.builder, end), stride, self.sizes[dim])
+        if not _is_guarded(self.builder, index) or _may_differ(length, count):
+            self.checks.append(_check_length(length, count, f"dimension {dim} at that position", position))
+        self._move(start, dim)
+        self.sizes[dim], self.strides[dim] = count, product((self.strides[dim], stride))
+
+    def _move(self, distance: Size, dim: int) -> None:
+        """Moves the first element along a dimension."""
+        self.offset = total((self.offset, product((distance, self.strides[dim]))))
+
+
+def _may_differ(length: Size, count: Size) -> bool:
+    """Whether the difference of two sizes, which guards say are equal, depends on data."""
+    return depends_on_data(total((length, product((count, -1)))))
 
 
 def _check_length(length: Size, count: Size, where: str, position: Size | None) -> Assert:
