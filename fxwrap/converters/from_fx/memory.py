@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -169,15 +170,19 @@ def _is_symbolic_select(importer: GraphImporter, node: Node) -> bool:
     return is_select and not isinstance(node.args[2], int) and importer.original_line(node, View) is None
 
 
+def _strided_type(importer: GraphImporter, node: Node, base: Value, layout: Sequence[Any]) -> TensorType:
+    """Returns the type of a view whose `layout` has sizes, strides and, unless it is that of `base`, storage offset."""
+    sizes, strides = [importer.argument(node, item) for item in layout[:2]]
+    offset = _offset_in_root(importer, node, base, layout[2] if len(layout) > 2 else None)
+    return replace(base.tensor_type, sizes=sizes, strides=strides, storage_offset=offset)
+
+
 def _as_strided(importer: GraphImporter, node: Node) -> None:
     if importer.original_line(node, ExternCall) is not None or node.kwargs or len(node.args) < 3:
         import_operator_call(importer, node)
         return
     base = importer.tensor(node, node.args[0])
-    sizes, strides = (importer.argument(node, item) for item in node.args[1:3])
-    offset = _offset_in_root(importer, node, base, node.args[3] if len(node.args) > 3 else None)
-    type_ = replace(base.tensor_type, sizes=sizes, strides=strides, storage_offset=offset)
-    _emit_view(importer, node, importer.value(node.name, type_), base)
+    _emit_view(importer, node, importer.value(node.name, _strided_type(importer, node, base, node.args[1:])), base)
 
 
 def _as_strided_scatter(importer: GraphImporter, node: Node) -> None:
@@ -185,10 +190,9 @@ def _as_strided_scatter(importer: GraphImporter, node: Node) -> None:
         import_operator_call(importer, node)
         return
     base = importer.tensor(node, node.args[0])
-    sizes, strides = (importer.argument(node, item) for item in node.args[2:4])
-    offset = _offset_in_root(importer, node, base, node.args[4] if len(node.args) > 4 else None)
-    distance = total((offset, product((-1, base.tensor_type.storage_offset))))
-    type_ = replace(base.tensor_type, sizes=sizes, strides=strides, storage_offset=distance)
+    type_ = _strided_type(importer, node, base, node.args[2:])
+    distance = total((type_.storage_offset, product((-1, base.tensor_type.storage_offset))))
+    type_ = replace(type_, storage_offset=distance)
     import_view_scatter(importer, node, copy_operand(importer, node, base), type_)
 
 
