@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fxwrap.testing import assert_emitters_agree
 from tests.support.long_form import long_only
 from tests.user_kernels import kernels
+from tests.user_kernels.cases import Case
 from tests.user_kernels.triton_on_cpu import triton_on_cpu
 
 
@@ -186,29 +186,6 @@ def trained_again(x: Tensor) -> Tensor:
 
 # --- cases ------------------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Case:
-    """A function, the sizes of its inputs, and whether all are transposed, dynamic, differentiated, or long."""
-
-    function: Callable[..., Any]
-    sizes: tuple[tuple[int, ...], ...]
-    dynamic: bool = False
-    training: bool = False
-    transposed: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-    long: bool = False
-
-    def inputs(self, device: str) -> tuple[Tensor, ...]:
-        tensors = [torch.randn(sizes, device=device) for sizes in self.sizes]
-        tensors = [x.t() for x in tensors] if self.transposed else tensors
-        return tuple([x.requires_grad_(self.training) for x in tensors])
-
-    def __str__(self) -> str:
-        marks = [mark for mark in ("dynamic", "training", "transposed") if getattr(self, mark)]
-        return "-".join([self.function.__name__, *marks, *self.options])
-
-
 # Those of the long form have a function and a form that others have too, each with another one.
 CASES = (
     Case(between_fused, ((200,), (200,))),
@@ -241,23 +218,16 @@ CASES = (
 )
 
 
-def check(case: Case, device: str) -> None:
-    options = {"fallback": "error", **case.options}
-    assert_emitters_agree(
-        case.function, case.inputs(device), options=options, training=case.training, dynamic=case.dynamic
-    )
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", [long_only(case) if case.long else case for case in CASES], ids=str)
 def test_on_cpu(case: Case) -> None:
-    check(case, "cpu")
+    case.check("cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*CASES, Case(flags, ((100,),))], ids=str)
 def test_on_gpu(case: Case) -> None:
-    check(case, "cuda")
+    case.check("cuda")
 
 
 def test_one_program_covers_all_sizes() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from fxwrap.errors import GraphError
 from fxwrap.testing import assert_emitters_agree
 from tests.support.long_form import long_only
 from tests.user_kernels import operators
+from tests.user_kernels.cases import Case
 from tests.user_kernels.triton_on_cpu import triton_on_cpu
 
 OLD = torch.ops.user_code_old
@@ -103,25 +102,6 @@ def triton_writing(x: Tensor) -> Tensor:
 
 def triton_tuned(x: Tensor) -> Tensor:
     return operators.plus_one(x * 2) + 1
-
-
-@dataclass(frozen=True)
-class Case:
-    """A function, the sizes of its inputs, whether these are dynamic or differentiated, and whether it is long."""
-
-    function: Callable[..., Any]
-    sizes: tuple[tuple[int, ...], ...]
-    dynamic: bool = False
-    training: bool = False
-    long: bool = False
-
-    def check(self, device: str) -> None:
-        inputs = tuple([torch.randn(sizes, device=device).requires_grad_(self.training) for sizes in self.sizes])
-        assert_emitters_agree(self.function, inputs, training=self.training, dynamic=self.dynamic)
-
-    def __str__(self) -> str:
-        marks = [mark for mark in ("dynamic", "training") if getattr(self, mark)]
-        return "-".join([self.function.__name__, *marks])
 
 
 # Those of the long form have a function and a form that others have too, each with another one.
