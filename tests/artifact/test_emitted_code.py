@@ -17,7 +17,7 @@ from fxwrap.errors import ArtifactError
 from tests.artifact.programs import Small, batch
 from tests.artifact.test_bad_files import archive_of, entries_of, with_manifest
 from tests.artifact.test_fresh_process import partitioned
-from tests.support.sample import DmaCopy
+from tests.devices.copy_engine import AbacusCopy
 from tests.support.samples import SAMPLES
 
 TEXTS = {"python": "emitted.py", "cpp": "emitted.cpp"}
@@ -136,15 +136,15 @@ def extension_lines() -> fxwrap.Program:
     return fxwrap.parse("""
 program @copied(%x: borrowed f32[4]@cpu) {
   %staging = memory.alloc() : f32[4]@cpu
-  %y = vendor.copy(%staging, %x) channel=1 : f32[4]@cpu
+  %y = abacus.copy(%staging, %x) channel=1 : f32[4]@cpu
   control.return(%y)
 }
-""", extensions=(DmaCopy,))  # fmt: skip
+""", extensions=(AbacusCopy,))  # fmt: skip
 
 
 @pytest.fixture
 def _vendor_lines() -> Iterator[None]:
-    with scoped_registration(DeviceSpec("privateuseone", ""), lines={DmaCopy: {}}):
+    with scoped_registration(DeviceSpec("privateuseone", ""), lines={AbacusCopy: {}}):
         yield
 
 

@@ -315,7 +315,7 @@ program @p(%x: borrowed f32[16]@cpu) {
     "memory_reused_by_extension_lines_is_not_pooled": """
 program @p(%x: borrowed f32[16]@cpu) {
   %a = memory.alloc() : f32[16]@cpu
-  %copy = vendor.copy(%a, %x) : f32[16]@cpu
+  %copy = abacus.copy(%a, %x) : f32[16]@cpu
   %b = memory.alloc() : f32[16]@cpu
   extern.call @aten.sin.out(%copy) outs=(%b)
   memory.free(%copy)

@@ -9,49 +9,22 @@ from typing import Any
 
 import torch
 
-from fxwrap.lines import CORE_LINES, ExtensionLine, Line, Mutate, Reuse
+from fxwrap.lines import CORE_LINES, ExtensionLine
 from fxwrap.symbolic import Number, SymbolInfo, evaluate
 from fxwrap.wrapper_ir import (
     GENERATOR,
     ConstantStore,
-    Effect,
     KernelDefinition,
     OpaqueType,
     Program,
     TensorType,
-    Value,
-    attribute,
-    consume,
-    define,
-    line_class,
     parse_program,
     print_kernel,
-    read,
 )
+from tests.devices.copy_engine import AbacusCopy
 from tests.support.opaque import Counter
 
-
-@line_class("vendor.copy")
-class DmaCopy(ExtensionLine):
-    """Copies `source` into the memory of `staging` by a copy engine, and takes that memory for the result.
-
-    Example: `%y = vendor.copy(%staging, %x) channel=1 : f32[4, 8]@cpu`
-    """
-
-    result: Value = define()
-    staging: Value = consume()
-    source: Value = read()
-    channel: int = attribute(default=0)
-
-    def effects(self) -> tuple[Effect, ...]:
-        return ()
-
-    def expand(self) -> tuple[Line, ...]:
-        copy = Mutate((), "aten.copy_.default", (self.result, self.source), (self.result,))
-        return Reuse(self.result, self.staging), copy
-
-
-EXTENSIONS: tuple[type[ExtensionLine], ...] = (DmaCopy,)
+EXTENSIONS: tuple[type[ExtensionLine], ...] = (AbacusCopy,)
 """The lines of an imaginary vendor that samples use besides the core's."""
 
 

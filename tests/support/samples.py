@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from fxwrap.wrapper_ir import KernelDefinition
 from tests.support.opaque import COUNTER
-from tests.support.sample import EXTENSIONS, DmaCopy, Sample, random_tensor
+from tests.support.sample import EXTENSIONS, Sample, random_tensor
 
-__all__ = ["EXTENSIONS", "SAMPLES", "DmaCopy", "Sample", "random_tensor"]
+__all__ = ["EXTENSIONS", "SAMPLES", "Sample", "random_tensor"]
 
 _RELU = KernelDefinition(
     "relu",
@@ -591,9 +591,9 @@ program @notes(%x: borrowed f32[0, 4]@cpu) {
         """
 program @extension(%x: borrowed f32[4, 8]@cpu) {
   %staging = memory.alloc() : f32[4, 8]@cpu
-  %y = vendor.copy(%staging, %x) channel=1 : f32[4, 8]@cpu
+  %y = abacus.copy(%staging, %x) channel=1 : f32[4, 8]@cpu
   %other = memory.alloc() : f32[4, 8]@cpu
-  %z = vendor.copy(%other, %y) : f32[4, 8]@cpu
+  %z = abacus.copy(%other, %y) : f32[4, 8]@cpu
   control.return(%y, %z)
 }
 """,

@@ -24,13 +24,14 @@ from fxwrap.converters.cpp.text import RESERVED, comment_text, sanitize_identifi
 from fxwrap.errors import InputError, NativeBuildError, UnsupportedError
 from fxwrap.runtime import native
 from fxwrap.wrapper_ir import KernelDefinition, print_kernel
+from tests.devices.copy_engine import AbacusCopy
 from tests.support.capture import CapturedGraph, capture_graphs, random_like
 from tests.support.jobs import single_rank_job
 from tests.support.long_form import LONG
 from tests.support.models import MODELS, SHALLOW, train_step
 from tests.support.resident_memory import resident_bytes
 from tests.support.sample import contents
-from tests.support.samples import SAMPLES, DmaCopy
+from tests.support.samples import SAMPLES
 
 RUNNABLE = [name for name, sample in SAMPLES.items() if sample.cpu_runnable]
 
@@ -205,14 +206,14 @@ def test_arithmetic_that_fails_raises_pythons_error() -> None:
 def test_a_registered_handler_emits_an_extension_line() -> None:
     program = SAMPLES["extension"].program()
 
-    def write(converter: Any, line: DmaCopy) -> None:
+    def write(converter: Any, line: AbacusCopy) -> None:
         converter.unit.operator("aten.clone.default")
         windows = converter.writer.scope.slots_by_root.pop(line.staging.name)
         converter.writer.drop(list(windows.values()))
         source, result = converter.writer.name_of(line.source), converter.writer.define(line.result)
         converter.writer.call("aten.clone.default", [source], [result])
 
-    emitted = to_cpp(program, handlers={DmaCopy: write})
+    emitted = to_cpp(program, handlers={AbacusCopy: write})
     assert "copy(f, " not in emitted.source and "copy(f, " in to_cpp(program).source
     x = torch.rand(4, 8)
     assert all(torch.equal(result, x) for result in emitted(x))

@@ -23,10 +23,11 @@ from fxwrap.inference import FakeValues
 from fxwrap.lines import CORE_LINES
 from fxwrap.symbolic import SymbolInfo, evaluate
 from fxwrap.torch_compat import FakeTensor, storage_identity, triton_kernel_at
+from tests.devices.copy_engine import AbacusCopy
 from tests.support.capture import capture_graphs
 from tests.support.long_form import long_only, sample_size
 from tests.support.models import SHALLOW
-from tests.support.sample import DmaCopy, Sample, contents
+from tests.support.sample import Sample, contents
 from tests.support.samples import SAMPLES
 from tests.support.strategies.expressions import any_expressions, environments
 
@@ -310,10 +311,10 @@ def test_plain_graphs_reject_lines_without_an_aten_form(name: str) -> None:
 def test_a_registered_handler_emits_an_extension_line() -> None:
     sample = SAMPLES["extension"]
 
-    def clone(converter: Any, line: DmaCopy) -> None:
+    def clone(converter: Any, line: AbacusCopy) -> None:
         converter.results(_AsCall(line), torch.ops.aten.clone.default, [converter.writer.argument(line.source)])
 
-    emitted = fxwrap.to_fx(sample.program(), handlers={DmaCopy: clone})
+    emitted = fxwrap.to_fx(sample.program(), handlers={AbacusCopy: clone})
     assert "clone" in emitted.source and "copy_" not in emitted.source
     assert_same(emitted(*sample.inputs(1)), fxwrap.run(sample.program(), sample.inputs(1)))
 
@@ -321,7 +322,7 @@ def test_a_registered_handler_emits_an_extension_line() -> None:
 class _AsCall:
     """A line of one result, for a handler."""
 
-    def __init__(self, line: DmaCopy) -> None:
+    def __init__(self, line: AbacusCopy) -> None:
         self.results = (line.result,)
 
     def alias_of(self, _result: Any) -> None:

@@ -17,10 +17,11 @@ from fxwrap.compile import emit
 from fxwrap.errors import InputError
 from fxwrap.options import EMITTERS
 from fxwrap.torch_compat import allocator, strided_view, strided_view_fallback
+from tests.devices.copy_engine import AbacusCopy
 from tests.support.garbage import freeze_heap
 from tests.support.golden import check_golden, read_section, sections
 from tests.support.sample import contents
-from tests.support.samples import SAMPLES, DmaCopy
+from tests.support.samples import SAMPLES
 
 GOLDENS = Path(__file__).parent / "golden"
 RULES = sorted(path.stem for path in GOLDENS.glob("python_*.txt"))
@@ -184,4 +185,4 @@ def test_extension_lines_use_their_handler_or_expansion() -> None:
         converter.convert(line.expand()[0])
         converter.statements.append(f"vendor_copy({line.result.name}, {line.source.name})")
 
-    assert "vendor_copy(" in fxwrap.to_python(sample.program(), {DmaCopy: handler}).source
+    assert "vendor_copy(" in fxwrap.to_python(sample.program(), {AbacusCopy: handler}).source
