@@ -49,6 +49,14 @@ def find_backward(forward: AttentionFormula, fakes: NodeValues) -> AttentionBack
 
 
 class _Search:
+    """The search of one backward.
+
+    Fields:
+        inner, transposed: those of the `AttentionBackward`, so far.
+        grad_sink, grad_logsumexp: the gradients of a sink's logits and of the log-sum-exp, if the search has passed
+            them.
+    """
+
     def __init__(self, forward: AttentionFormula, fakes: NodeValues) -> None:
         self.forward = forward
         self.fakes = fakes

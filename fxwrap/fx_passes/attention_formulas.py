@@ -146,6 +146,8 @@ def _shifted_exponentials(node: Node, reductions: Sequence[str], fakes: NodeValu
 
 
 class _Search:
+    """The search of attention around one softmax."""
+
     def __init__(self, softmax: _Softmax, fakes: NodeValues) -> None:
         self.softmax = softmax
         self.fakes = fakes

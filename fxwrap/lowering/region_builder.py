@@ -60,11 +60,22 @@ def build_region(
 
 @dataclass(eq=False)
 class _RegionBuilder(KernelNodes):
+    """A region under construction.
+
+    Fields:
+        outputs: the values that the kernel writes.
+        reads: by the name of each value that the region reads: its parameter, and the value.
+        overwritten: by the number of an output that the kernel reads, too: its parameter.
+        calls: the calls of operators, in order.
+        shared: the names of parameters, views and results, whose memory is not the region's alone.
+        computed: the result of each node.
+    """
+
     outputs: list[Value] = field(default_factory=list)
-    reads: dict[str, tuple[Value, Value]] = field(default_factory=dict)  # by name: the parameter and the value read
+    reads: dict[str, tuple[Value, Value]] = field(default_factory=dict)
     overwritten: dict[int, Value] = field(default_factory=dict)
     calls: list[ExternCall] = field(default_factory=list)
-    shared: set[str] = field(default_factory=set)  # the names of parameters, views and results
+    shared: set[str] = field(default_factory=set)
     computed: dict[Node, Result] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -130,6 +130,11 @@ def _block_ranges(block: ir.Block) -> tuple[LiveRange, ...]:
 
 @dataclass
 class _PlanBuilder:
+    """The arguments of `plan_memory`, and the plans of blocks, inner before outer.
+
+    `known` are the values of symbols with hints, `values` those of all symbols.
+    """
+
     known: Mapping[str, Number]
     values: Mapping[str, Number]
     alignment: Callable[[torch.device], int]

@@ -95,6 +95,16 @@ def sweep(buffers: Sequence[Buffer], capacity: int, options: SweepOptions, limit
 
 
 class _Sweep:
+    """One sweep over the sections of a problem.
+
+    Fields:
+        _started, _ended: the buffers that start and end at each section, the largest first.
+        _live: the live bytes in each section.
+        _is_full: whether the live buffers fill the capacity in all sections.
+        _whole: the groups of buffers that end together in one exchange, by the section where the last of each starts.
+        _levels: the states, by the number of buffers in them.
+    """
+
     def __init__(self, buffers: Sequence[Buffer], capacity: int, options: SweepOptions, limits: SearchLimits) -> None:
         self._buffers = buffers
         self._count = len(buffers)

@@ -83,6 +83,22 @@ class _Access:
 
 
 class _Coalescing:
+    """The lines of one block, of which merges of two tensors change values and remove copies.
+
+    Fields:
+        lines: the lines; None for a removed one.
+        copies, results, owned: see `coalesce_copies`.
+        values: each value as it is now: a copy that was merged has the type and memory of its source.
+        root_of, base_of: the root of each value now, and the value whose memory it is a view of: a root, or a slice of
+            a pool.
+        members: the values of each root.
+        defined_at, symbol_at: the positions where values and symbols are defined; -1 for arguments.
+        accesses: the positions, in order, where lines access each root.
+        excluded: the roots that no merge may touch: those in flight, and consumed ones.
+        streams: the streams on which each root is accessed.
+        moved: the views that are defined before the line at a position, instead of at their own.
+    """
+
     def __init__(
         self,
         lines: Sequence[LineBase],
@@ -98,12 +114,12 @@ class _Coalescing:
         self.owned = owned
         self.external = {value.name for value in arguments}
         self.root_of = ir.alias_roots(lines, arguments)
-        self.base_of = {name: name for name in self.external}  # roots, but the slice of a pool that a value is in
+        self.base_of = {name: name for name in self.external}
         self.values = {value.name: value for value in arguments}
         self.defined_at: dict[str, int] = dict.fromkeys(self.external, -1)
         self.accesses: dict[str, list[int]] = {}
         self.members: dict[str, list[str]] = {}
-        self.moved: dict[int, list[LineBase]] = {}  # views that are defined before a line
+        self.moved: dict[int, list[LineBase]] = {}
         self.excluded: set[str] = set()
         self.streams: dict[str, set[int]] = {}
         self.symbol_at: dict[str, int] = {}

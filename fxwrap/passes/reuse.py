@@ -22,9 +22,9 @@ def reuse_memory(program: ir.Program, hints: Mapping[str, Number] | None = None)
     """Returns the program with `memory.reuse` lines for allocations that reuse freed memory of at least their size.
 
     Reusable are buffers that a block allocates and frees, and donated inputs without gaps: others may have the elements
-    between those of a slice. Returned values, borrowed memory, and
-    memory in flight, on other streams or of extension lines are excluded, and no memory is kept across lines that run
-    blocks. Symbolic sizes must be equal. The peak for the hints does not grow. Linear in the number of lines.
+    between those of a slice. Returned values, borrowed memory, and memory in flight, on other streams or of extension
+    lines are excluded, and no memory is reused across lines that run blocks. Symbolic sizes must be equal. The peak for
+    the hints does not grow. Linear in the number of lines.
 
     Args:
         program: the program. It is not changed.
@@ -58,6 +58,15 @@ class _FreedBuffer:
 
 
 class _BlockReuse:
+    """The memory of one block's lines: which of it may be reused, and the live bytes at each line.
+
+    Fields:
+        usable: the roots of allocations that may reuse memory, and be reused.
+        source: these, and donated inputs without gaps.
+        byte_size: the bytes of roots whose memory has another size than their type: donated inputs, and reused memory.
+        freed: the buffers that an allocation may reuse at the current line.
+    """
+
     def __init__(
         self,
         lines: Sequence[ir.LineBase],

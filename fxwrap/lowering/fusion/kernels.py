@@ -93,6 +93,15 @@ def build_kernel(
 
 @dataclass(eq=False)
 class _PlannedKernelBuilder:
+    """The arguments of `build_kernel`, and the kernel under construction.
+
+    Fields:
+        names: the name of the buffer of each value that the kernel reads.
+        inputs, outputs: the buffers of the kernel, with their values.
+        scalars: the element of each member that an iteration has computed.
+        combined: the results of reductions and scans at the points where iterations have computed them.
+    """
+
     plan: KernelPlan
     stored: Collection[Definition]
     value_of: Callable[[Definition], Value]

@@ -129,6 +129,11 @@ _End = TypeVar("_End", bound=Definition)
 
 @dataclass(frozen=True)
 class _MaterialisationPlanner:
+    """The arguments of `plan_materialisation`, the plans of definitions before the current one, and all live consumers.
+
+    Sizes count as their hints: of elements, iterations and bytes.
+    """
+
     chains: DefUseChains
     external: Collection[Definition]
     overwritten_at: Mapping[Definition, Sequence[int]]
