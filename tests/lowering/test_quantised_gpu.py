@@ -110,9 +110,10 @@ def test_rows_of_int4_have_any_number_of_groups(rows: int, groups: int) -> None:
 @pytest.mark.parametrize("form", ["", "-routed", "-batched"])
 def test_experts(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EXPERTS, "small", (16, 4, 512, 384))  # type: ignore[arg-type]
-    for rows in (1, 7, 300):
+    monkeypatch.setitem(EXPERTS, "wide", (8, 2, 256, 8192))  # type: ignore[arg-type]  # tiles of one token's experts
+    for model, rows in (("small", 1), ("small", 7), ("small", 300), ("wide", 1)):
         with torch.device("cuda"):
-            case = expert_case(f"small{form}", rows, 1, BF16)
+            case = expert_case(f"{model}{form}", rows, 1, BF16)
         exact = case.reference(*[item.double() if item.is_floating_point() else item for item in case.inputs])
         program = compiled(case.function, [*case.inputs], matmul_kernels="generated")
         assert "aten._grouped_mm.default" not in called(program)

@@ -118,6 +118,19 @@ def test_rows_that_share_elements_may_have_several_groups() -> None:
         check(kernel, item, {"group": groups}, tolerance=1e-3)
 
 
+@pytest.mark.parametrize("rows_first", [True, False])
+def test_the_experts_of_one_token_multiply_its_elements_once_each(rows_first: bool) -> None:
+    """Elements of the first operand are those of all rows, of which other groups must not add them."""
+    text = SEVERAL.replace("[i: 19, s: 2, j: 24]", "[s: 2, j: 24]").replace("40*i + k", "k").replace("2*i + s", "s")
+    kernel = parse_kernel(text.replace("48*i + 24*s", "24*s").replace("19*40", "40").replace("38", "2"))
+    form = find_grouped_contraction(kernel)
+    assert form is not None and [axis.name for axis in form.rows] == ["s"]
+    groups = torch.tensor([1, 3])
+    check(kernel, tile(kernel, rows_first), {"group": groups}, tolerance=1e-3)
+    for item in dict.fromkeys([replace(item, num_stages=1, num_warps=4) for item in configurations(kernel)]):
+        check(kernel, item, {"group": groups}, tolerance=1e-3)
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [("w[960*%0<4>", "w[960*i"), ("w[960*%0<4> + 40*j", "w[960*%0<4> + 40*j + i"), ("add %6 %7", "add %6 %4")],

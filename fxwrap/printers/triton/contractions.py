@@ -242,8 +242,9 @@ class DotPrinter(ContractionLoadPrinter):
             is_float8 = target in self.float8_operands
             if not is_float8 and dtype is not operation_dtype(self.kernel.operations[source]):
                 text = self._converted(source, text, dtype)
-            mask = self._mask(self._filled_dimensions(r), None)
-            if mask and source not in self.zero_filled:
+            filled = self.varying_dimensions[source] if source in self.zero_filled else ()
+            mask = self._mask([number for number in self._filled_dimensions(r) if number not in filled], None)
+            if mask:
                 text = f"tl.where({mask}, {text}, {'0' if is_float8 else '0.0'})"
             if len(self.varying_dimensions[source]) < len(self.tile.dimensions):
                 text = f"tl.broadcast_to({text}, {shape})"
@@ -344,7 +345,7 @@ class DotPrinter(ContractionLoadPrinter):
         return self._dimension("y").axes == self.contraction.rows
 
     def _filled_dimensions(self, r: Dimension) -> list[int]:
-        """Returns the dimensions of a block outside of which computed operands are zero: r, and the rows of a group."""
+        """Returns the dimensions of a block outside of which operands are zero: r, and the rows of a group."""
         dimensions = self.tile.dimensions
         grouped = self.contraction.group is not None
         return [n for n, item in enumerate(dimensions) if item is r or (grouped and item.axes == self.contraction.rows)]
