@@ -91,6 +91,8 @@ class MatmulTraits:
             together where their launches are combined.
         generated_dequantised_rows: the same for matrices that are computed from tensors of at most 3/4 of their bytes,
             as those of quantised weights.
+        dequantised_packed_rows: by operator of packed weights (`aten._weight_int4pack_mm.default`), the number of rows
+            from which a matmul of dequantised weights is faster than the library's call; without it the call stays.
         generated_unaligned_products: by dtype, the largest number of products of a sum with which a generated matmul
             that stores unaligned rows is faster than a library's with padded rows, which are then copied.
         generated_grouped_rows: by dtype, the largest average number of rows of a group with which generated grouped
@@ -119,6 +121,7 @@ class MatmulTraits:
     generated_rows: SizesByDtype = ()
     generated_bytes: int = 0
     generated_dequantised_rows: SizesByDtype = ()
+    dequantised_packed_rows: tuple[tuple[str, int], ...] = ()
     generated_unaligned_products: SizesByDtype = ()
     generated_grouped_rows: tuple[tuple[torch.dtype, float], ...] = ()
     accumulated_dtypes: Dtypes = frozenset()
@@ -446,6 +449,7 @@ CUDA = DeviceSpec(
         generated_rows=((torch.float16, 16), (torch.bfloat16, 16)),
         generated_bytes=8 << 20,
         generated_dequantised_rows=((torch.bfloat16, 16),),
+        dequantised_packed_rows=(("aten._weight_int8pack_mm.default", 1), ("aten._weight_int4pack_mm.default", 16)),
         generated_unaligned_products=((torch.bfloat16, 1024),),
         generated_grouped_rows=((torch.bfloat16, 4),),
         grouped_dtypes=frozenset({torch.bfloat16}),

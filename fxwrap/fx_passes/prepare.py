@@ -27,6 +27,7 @@ from fxwrap.fx_passes.layout_changes import replace_layout_changes
 from fxwrap.fx_passes.layouts import optimize_layouts
 from fxwrap.fx_passes.matmuls import pack_matmuls, rewrite_vector_products, unfuse_biases
 from fxwrap.fx_passes.negative_views import resolve_negative_views
+from fxwrap.fx_passes.packed_weights import dequantise_packed_weights
 from fxwrap.fx_passes.pad_mm import pad_matmuls
 from fxwrap.fx_passes.prepacked_int8 import prepack_int8_weights
 from fxwrap.fx_passes.prepacked_weights import call_biased_linears, prepack_weights
@@ -101,6 +102,10 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     Step(
         "reduce_sums_once", "reduce a sum of tensors by one collective instead of adding reduced ones",
         lambda graph, _context: reduce_sums_once(graph), "fuse", _fuses,
+    ),
+    Step(
+        "dequantise_packed_weights", "turn matmuls of many rows and packed weights into matmuls of dequantised ones",
+        dequantise_packed_weights, "fuse", _fuses,
     ),
     Step(
         "rewrite_vector_products", "turn matmuls over one term into multiplications, and of vectors into sums",
