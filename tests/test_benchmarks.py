@@ -56,6 +56,21 @@ def test_a_result_file_says_where_it_is_from(path: Path) -> None:
     assert len(result["raw"]) == len(result["rows"])
 
 
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_recorded_errors_are_about_those_of_eager_mode(path: Path) -> None:
+    """A side that computes something else is a defect, however fast it is."""
+    rows = [row for row in json.loads(path.read_text())["rows"] if isinstance(row.get("error"), float)]
+    eager = {_case_of(row): row["error"] for row in rows if row.get("side") == "eager"}
+    errors = [(row, eager[_case_of(row)]) for row in rows if _case_of(row) in eager]
+    assert [row for row, bound in errors if not row["error"] <= 3 * bound + 1e-3] == []
+
+
+def _case_of(row: dict[str, object]) -> tuple[tuple[str, object], ...]:
+    """Returns the cells that name what a row measures."""
+    names = [name for name, cell in row.items() if isinstance(cell, str) and name not in ("side", "note")]
+    return tuple([(name, row[name]) for name in (*names, "rows", "tokens") if name in row])
+
+
 def test_a_report_prints_and_records_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = Report("ops-cpu", argparse.Namespace(record="busy"), note="two other jobs", folder=tmp_path)
     report.add({"operator": "softmax", "time, us": 12.3, "error": None}, raw=[12.1, 12.3, 13.0])
