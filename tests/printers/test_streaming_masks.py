@@ -6,16 +6,18 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxwrap.loop_ir import Kernel, find_streaming_reduction
+from fxwrap.loop_ir import Kernel, evaluate_kernel, find_streaming_reduction
 from fxwrap.printers.triton import print_triton
 from fxwrap.printers.triton.streaming_configuration import streaming_configurations
 from fxwrap.runtime.kernels import load_kernel
+from tests.fx_passes.test_attention_backward import OPTIONS as TRAINED
 from tests.fx_passes.test_recognize_attention import OPTIONS
 from tests.lowering.planned_programs import Planned, plan
 from tests.printers.test_triton_printer_compile import compiled as compiled_for_gpu
@@ -79,8 +81,8 @@ def _zeroed(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tenso
 
 FORMS = {
     "lowest": _causal(torch.finfo(torch.float16).min), "large": _causal(-1e4), "infinity": _causal(-math.inf),
-    "window": _causal(-1e4, True), "filled": _filled(-1e4), "biased": _biased, "zeroed": _zeroed,
-    "upcast": _upcast(torch.finfo(torch.float32).min),
+    "window": _causal(-1e4, True), "band": _causal(-math.inf, True), "filled": _filled(-1e4), "biased": _biased,
+    "zeroed": _zeroed, "upcast": _upcast(torch.finfo(torch.float32).min),
 }  # fmt: skip
 
 
@@ -94,23 +96,62 @@ def _kernel(planned: Planned) -> Kernel:
     return kernel
 
 
+def _run_in_blocks(kernel: Kernel, buffers: dict[str, Tensor], **fields: Any) -> str:
+    """Runs a kernel in Triton's interpreter, with blocks of 32 keys and other fields of a configuration."""
+    (configuration, *_) = streaming_configurations(kernel, int, interpreted=True)
+    printed = print_triton(kernel, dataclasses.replace(configuration, key_block=32, **fields))
+    launcher = load_kernel("triton", printed.source, printed.signature, printed.options)
+    launcher(tuple(map(int, printed.grid)), *[buffers[item.name] for item in (*kernel.inputs, *kernel.outputs)])
+    return printed.source
+
+
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("keys", [256, 200])
-def test_blocks(form: str, keys: int) -> None:
+@pytest.mark.parametrize(("keys", "branches"), [(256, True), (200, True), (256, False), (200, False)])
+def test_blocks(form: str, keys: int, branches: bool) -> None:
     """Half precision in the units of each block."""
     inputs = _operands(keys, torch.float16)
     planned = plan(make_fx(FORMS[form])(*inputs), inputs, OPTIONS)
 
     def run(kernel: Kernel, buffers: dict[str, Tensor], numbers: dict[str, int]) -> None:
-        (configuration, *_) = streaming_configurations(kernel, int, interpreted=True)
-        printed = print_triton(kernel, dataclasses.replace(configuration, key_block=32, half_products=True))
-        assert printed.source.count("strictest") >= 2
-        launcher = load_kernel("triton", printed.source, printed.signature, printed.options)
-        launcher(tuple(map(int, printed.grid)), *[buffers[item.name] for item in (*kernel.inputs, *kernel.outputs)])
+        source = _run_in_blocks(kernel, buffers, branches=branches, half_products=True)
+        assert source.count("strictest") >= 2
+        assert source.count("for step in ") == (1 if branches else 2)
 
     (result,) = planned.run([item.clone() for item in inputs], run)
     eager, exact = [FORMS[form](*[*map(cast, inputs[:3]), inputs[3]]) for cast in (Tensor.half, Tensor.double)]
     assert (result.double() - exact).norm() <= 1.2 * (eager.double() - exact).norm() + 1e-4 * exact.norm()
+
+
+@pytest.mark.parametrize("form", ["infinity", "band", "biased"])
+@pytest.mark.parametrize(("keys", "group"), [(256, 1), (200, 1), (200, 2)])
+def test_gradients(form: str, keys: int, group: int) -> None:
+    """Rows of queries, and of keys, whose heads have several heads of queries: blocks of both ends are masked."""
+    query, *others = _operands(keys, torch.float32)
+    inputs = [torch.randn(BATCH, HEADS * group, keys, WIDTH), query.repeat_interleave(group, 1), *others]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+        repeated = [item.repeat_interleave(group, 1) if group > 1 else item for item in (key, value)]
+        return FORMS[form](query, *repeated, lengths)
+
+    def step(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+        leaves = [item.detach().requires_grad_() for item in (query, key, value)]
+        output = attend(*leaves, lengths)
+        return (output.detach(), *torch.autograd.grad(output, leaves, gradient))
+
+    planned = plan(make_fx(step)(*inputs), inputs, TRAINED)
+    sources: list[str] = []
+
+    def run(kernel: Kernel, buffers: dict[str, Tensor], numbers: dict[str, int]) -> None:
+        if find_streaming_reduction(kernel) is None:
+            evaluate_kernel(kernel, buffers)
+        else:
+            sources.append(_run_in_blocks(kernel, buffers, branches=False, row_block=32))
+
+    results = planned.run([item.clone() for item in inputs], run)
+    assert [source.count("for step in ") for source in sources] == [2, 2, 2]
+    exact = step(*[item.double() if item.is_floating_point() else item for item in inputs])
+    for result, expected in zip(results, exact, strict=True):
+        assert (result.double() - expected).norm() <= 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize(("form", "count"), [("lowest", 1), ("window", 2), ("filled", 1), ("zeroed", 1)])

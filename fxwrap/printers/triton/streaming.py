@@ -30,7 +30,7 @@ from fxwrap.printers.triton.kernel_text import TritonKernelText
 from fxwrap.printers.triton.operations import TRITON_DTYPES, literal_text
 from fxwrap.printers.triton.streaming_configuration import MIN_DOT, row_blocks
 from fxwrap.printers.triton.streaming_results import StreamingResultPrinter
-from fxwrap.printers.triton.streaming_values import LOG2_E, LOWEST
+from fxwrap.printers.triton.streaming_values import LOG2_E, LOWEST, BlockRange
 from fxwrap.printers.triton.tiling import StreamingConfiguration
 from fxwrap.symbolic import ceiling_divide, product
 
@@ -204,37 +204,50 @@ class StreamingTritonPrinter(StreamingResultPrinter):
         return None
 
     def _loop(self, start: str, end: str, conditions: dict[int, bool], rows: Scope) -> None:
-        """Prints the loop over blocks of the streamed axes of a range."""
+        """Prints the loops over blocks of the streamed axes of a range."""
         kernel, self.kernel = self.kernel, assume(self.kernel, conditions)
-        parts, scope = self.parts, rows.inner()
-        first_tile = self.tiles(scope)
-        if self.configuration.branches and parts.softmax is not None and len(self.streamed) == 1:
-            full = {bound.condition: bound.holds for bound in self.limits}
-            self.branch = _Branch(self.partial_blocks(scope), full, {}) if full else None
-        factors = [*[item.right for item in (*parts.products, *parts.weighted_sums)]]
-        targets = [*parts.elements, *factors, *[item.factor for item in parts.scaled_weights]]
-        self.write(self.fixed(targets, [*self.outer, *self.leading, parts.row], scope), scope)
-        shared = [*self.outer, *parts.axes[:-1]]
+        scope = rows.inner()
+        blocks, full = self.tiles(scope), {bound.condition: bound.holds for bound in self.limits}
+        if full and self.configuration.branches and self.parts.softmax is not None and len(self.streamed) == 1:
+            self.branch = _Branch(self.partial_blocks(scope), full, {})
+        self.write(self.fixed(self._targets(), [*self.outer, *self.leading, self.parts.row], scope), scope)
+        if not full or self.branch is not None or not self.configuration.splits:
+            self._block_loop(start, end, blocks, scope.inner(), rows)
+        else:
+            partial_blocks, full_blocks = self.split_blocks(blocks, scope)
+            self._block_loop(start, end, partial_blocks, scope.inner(), rows)
+            self.kernel, self.limits = assume(self.kernel, full), {}
+            self._block_loop(start, end, full_blocks, scope.inner(), rows)
+        self.kernel = kernel
+        self.origin = ""
+
+    def _targets(self) -> list[int]:
+        """Returns the values that a step computes."""
+        parts = self.parts
+        factors = [item.right for item in (*parts.products, *parts.weighted_sums)]
+        return [*parts.elements, *factors, *[item.factor for item in parts.scaled_weights]]
+
+    def _block_loop(self, start: str, end: str, blocks: BlockRange, scope: Scope, rows: Scope) -> None:
+        """Prints the loop over a range of blocks of the innermost axis, in visits of the axis before."""
+        count, targets, shared = blocks.count, self._targets(), [*self.outer, *self.parts.axes[:-1]]
         visited = self._visited_loads(targets, scope)
         texts = self._visit(visited, start, end, rows)
         scope.text |= {item: self.names.create_name("visited") for item in visited}
         for item, text in zip(visited, texts, strict=True):
             self.line(f"{scope.text[item]} = {text}")
-        with self.nested(f"for step in tl.range({start} * tiles, {end} * tiles, num_stages=LOOP_STAGES):"):
-            first = "step"
+        with self.nested(f"for step in tl.range({start} * {count}, {end} * {count}, num_stages=LOOP_STAGES):"):
+            step = "step"
             if len(self.streamed) == 2:
                 visit = self.streamed[0]
                 scope.names[visit] = self.names.create_name(visit.name)
-                self.line(f"{scope.names[visit]} = step // tiles")
-                first = "step % tiles"
-            self.line(f"first_key = {f'({first_tile} + {first})' if first_tile else first} * KEY_BLOCK")
+                self.line(f"{scope.names[visit]} = step // {count}")
+                step = f"step % {count}"
+            self.line(f"first_key = {blocks.text(step)} * KEY_BLOCK")
             self.write([item for item in self.fixed(targets, shared, scope) if item not in scope.text], scope)
             self.asserts(shared, [*self.outer, *self.leading], scope)
             self._step(scope)
-            for item, text in zip(visited, self._visit(visited, "(step + 1) // tiles", end, rows), strict=True):
+            for item, text in zip(visited, self._visit(visited, f"(step + 1) // {count}", end, rows), strict=True):
                 self.line(f"{scope.text[item]} = {text}")
-        self.kernel = kernel
-        self.origin = ""
 
     def _visited_loads(self, targets: Sequence[int], scope: Scope) -> list[int]:
         """Returns the loads that depend on the visit and on no element of its block, such as that of a block's number.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -42,6 +43,24 @@ LOWEST = -5e37
 
 _FLOAT_BITS, _SHORT_INDEX = 0x4B000000, 1 << 22
 """The bits of 2**23 as float32, and a limit of indices that leaves as much for rows and keys of incomplete blocks."""
+
+
+@dataclass(frozen=True)
+class BlockRange:
+    """Blocks of the innermost axis, as texts: `count` ones from `first` on, "" for 0, without the blocks `skipped`."""
+
+    count: str
+    first: str = ""
+    skipped: BlockRange | None = None
+
+    def text(self, step: str) -> str:
+        """Returns the number of the block of a step."""
+        number = f"({self.first} + {step})" if self.first else step
+        if self.skipped is None:
+            return number
+        if self.skipped.first == self.first:
+            return f"({number} + {self.skipped.count})"
+        return f"({number} + tl.where({number} >= {self.skipped.first}, {self.skipped.count}, 0))"
 
 
 class StreamingValuePrinter(BlockPrinter):
@@ -77,8 +96,8 @@ class StreamingValuePrinter(BlockPrinter):
 
     # --- bounds -----------------------------------------------------------------------------------------------------
 
-    def tiles(self, scope: Scope) -> str:
-        """Prints the number of blocks of the innermost axis within its bounds; returns the first one, "" for 0."""
+    def tiles(self, scope: Scope) -> BlockRange:
+        """Prints the number of blocks of the innermost axis within its bounds; returns these blocks."""
         size = end = self.index_printer(scope).size_operand(self.inner.size)
         start, outside = "", frozenset([*self.outer, *self.leading, self.parts.row])
         self.limits = {}
@@ -93,10 +112,28 @@ class StreamingValuePrinter(BlockPrinter):
                     end = limit if end == size else f"tl.minimum({end}, {limit})"
         if not start:
             self.line(f"tiles = tl.cdiv({end}, KEY_BLOCK)")
-            return ""
+            return BlockRange("tiles")
         self.line(f"first_tile = {start} // KEY_BLOCK")
         self.line(f"tiles = tl.maximum(tl.cdiv({end}, KEY_BLOCK) - first_tile, 0)")
-        return "first_tile"
+        return BlockRange("tiles", "first_tile")
+
+    def split_blocks(self, blocks: BlockRange, scope: Scope) -> tuple[BlockRange, BlockRange]:
+        """Prints which blocks of a range are within all limits of all rows; returns the other ones, and these."""
+        first = blocks.first or "0"
+        self.line(f"full_end = {blocks.text(blocks.count)}")
+        has_lower = has_upper = False
+        for bound, limit in self._strictest(scope):
+            if bound.is_lower:
+                last = blocks.text(blocks.count)
+                self.line(f"first_full = tl.minimum(tl.maximum(tl.cdiv({limit}, KEY_BLOCK), {first}), {last})")
+                first, has_lower = "first_full", True
+            else:
+                self.line(f"full_end = tl.minimum(full_end, {limit} // KEY_BLOCK)")
+                has_upper = True
+        self.line(f"full_tiles = tl.maximum(full_end - {first}, 0)")
+        self.line(f"partial_tiles = {blocks.count} - full_tiles")
+        full = BlockRange("full_tiles", "first_full" if has_lower else blocks.first)
+        return BlockRange("partial_tiles", blocks.first, full if has_upper else None), full
 
     def _limit(self, bound: AxisBound, size: str, scope: Scope) -> str:
         """Prints the limit of a bound of an axis; returns the text of that of a block of rows, from 0 to the size."""
@@ -123,13 +160,21 @@ class StreamingValuePrinter(BlockPrinter):
         return f"tl.{extremum}({limit})"
 
     def partial_blocks(self, scope: Scope) -> str:
-        """Prints the strictest limits of rows; returns the condition of blocks that are beyond some, "" without any."""
-        size, conditions = self.index_printer(scope).size_operand(self.inner.size), list[str]()
+        """Prints the strictest limits of rows; returns the condition of blocks that are beyond some."""
+        conditions = [
+            f"(first_key < {limit})" if bound.is_lower else f"(first_key + KEY_BLOCK > {limit})"
+            for bound, limit in self._strictest(scope)
+        ]
+        return " | ".join(conditions)
+
+    def _strictest(self, scope: Scope) -> list[tuple[AxisBound, str]]:
+        """Prints the strictest limits of a block of rows; returns them, and a bound of each."""
+        size, strictest = self.index_printer(scope).size_operand(self.inner.size), list[tuple[AxisBound, str]]()
         for bound in {(item.limit, item.is_lower): item for item in self.limits}.values():
             name = self.names.create_name("strictest")
             self.line(f"{name} = {self._of_rows('max' if bound.is_lower else 'min', bound, size, scope)}")
-            conditions.append(f"(first_key < {name})" if bound.is_lower else f"(first_key + KEY_BLOCK > {name})")
-        return " | ".join(conditions)
+            strictest.append((bound, name))
+        return strictest
 
     def write_conditions(self, scope: Scope) -> None:
         """Prints the conditions of bounds as comparisons with limits, which have no more bits than indices."""
