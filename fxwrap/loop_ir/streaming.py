@@ -61,6 +61,12 @@ class Update:
 _MASKED = -1000.0
 """The largest number that masks scores: models use -10000 and less, which may be rounded."""
 
+_LOWEST = -1e37
+"""The largest number that masks scores as the lowest number of its dtype does, and multiples of it by a scale."""
+
+FAR_ABOVE_LOWEST = -1e30
+"""Beside a larger score, one below `_LOWEST` has no weight, whatever is added to it."""
+
 
 @dataclass(frozen=True)
 class RunningMaximum:
@@ -94,6 +100,7 @@ class StreamingReduction:
         row_updates: additions of values of each row, which are computed from sums over `axes`.
         bounds: bounds of `axes`, beyond which weights, and values of updates, are zero. Limits may vary over rows.
         masks: bounds of the last axis beyond which scores are large negative numbers, which weights may depend on.
+        lowest_masks: those beyond which scores have no weight in rows whose maximum is above `FAR_ABOVE_LOWEST`.
         kernel: the kernel, with operations after its last that limits are computed from.
     """
 
@@ -109,6 +116,7 @@ class StreamingReduction:
     row_updates: tuple[Update, ...]
     bounds: tuple[AxisBound, ...]
     masks: tuple[AxisBound, ...]
+    lowest_masks: tuple[AxisBound, ...]
     kernel: Kernel
 
     @property
@@ -197,6 +205,7 @@ class _Finder:
             row_updates=tuple([item for item in updates if not self.kernel.varying[item.position]]),
             bounds=(),
             masks=(),
+            lowest_masks=(),
             kernel=self.kernel,
         )
         return self._bounded(parts) if self._is_supported(parts) else None
@@ -399,10 +408,11 @@ class _Finder:
         bounds, kernel = find_bounds(self.kernel, parts.elements, neutral, parts.axes, inner)
         if parts.softmax is None:
             return replace(parts, bounds=bounds, kernel=kernel)
-        masks, kernel = find_bounds(kernel, parts.elements, _MASKED, parts.axes[-1:], [*parts.axes[:-1], *inner])
-        known = {item.condition for item in bounds}
-        masks = tuple([item for item in masks if item.condition not in known])
-        return replace(parts, bounds=bounds, masks=masks, kernel=kernel)
+        known, masks_of = {item.condition for item in bounds}, dict[float, tuple[AxisBound, ...]]()
+        for number in (_MASKED, _LOWEST):
+            masks, kernel = find_bounds(kernel, parts.elements, number, parts.axes[-1:], [*parts.axes[:-1], *inner])
+            masks_of[number] = tuple([item for item in masks if item.condition not in known])
+        return replace(parts, bounds=bounds, masks=masks_of[_MASKED], lowest_masks=masks_of[_LOWEST], kernel=kernel)
 
     def _conjuncts(self, condition: int) -> Iterator[int]:
         operation = self._operation(condition)

@@ -115,8 +115,9 @@ class _BoundFinder:
                 yield from self._literals(operand, neutral)
             case "mul", (one, other) if neutral < 0:
                 for operand, factor in ((one, other), (other, one)):
-                    if self._is_positive(factor):
-                        yield from self._literals(operand, neutral)
+                    number = self._positive(factor)
+                    if number is not None:
+                        yield from self._literals(operand, neutral / number)
             case "mul", (left, right) if neutral == 0:
                 shared = {*self._literals(right, neutral)}
                 yield from [item for item in self._literals(left, neutral) if item in shared]
@@ -139,9 +140,11 @@ class _BoundFinder:
         operation = self.kernel.operations[position]
         return isinstance(operation, Constant) and (operation.value <= neutral < 0 or operation.value == neutral)
 
-    def _is_positive(self, position: int) -> bool:
+    def _positive(self, position: int) -> float | None:
+        """Returns the value of a constant that is positive and finite."""
         operation = self.kernel.operations[position]
-        return isinstance(operation, Constant) and 0 < operation.value < math.inf
+        is_positive = isinstance(operation, Constant) and 0 < operation.value < math.inf
+        return float(operation.value) if is_positive else None
 
     def _is_asserted(self, bound: AxisBound) -> bool:
         """Whether an assertion checks positions beyond a bound."""

@@ -79,11 +79,27 @@ def _zeroed(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tenso
     return torch.softmax(scores, -1).masked_fill(column > row, 0.0) @ value
 
 
+def _padded(is_window: bool) -> Attention:
+    """Adds the lowest number to scores of later keys, and of keys before the first one: some rows are masked whole."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+        row, column = _positions(query, key)
+        seen = (column <= row) & (column > row - WINDOW) if is_window else column <= row
+        seen = seen & (column >= lengths[:, None, None, None])
+        scores = (query @ key.mT).float() * 0.25 + torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+        return torch.softmax(scores, -1).to(value.dtype) @ value
+
+    return attend
+
+
 FORMS = {
     "lowest": _causal(torch.finfo(torch.float16).min), "large": _causal(-1e4), "infinity": _causal(-math.inf),
     "window": _causal(-1e4, True), "band": _causal(-math.inf, True), "filled": _filled(-1e4), "biased": _biased,
-    "zeroed": _zeroed, "upcast": _upcast(torch.finfo(torch.float32).min),
+    "zeroed": _zeroed, "upcast": _upcast(torch.finfo(torch.float32).min), "padded": _padded(False),
+    "padded band": _padded(True),
 }  # fmt: skip
+LOWEST = ("upcast", "padded", "padded band")
+"""Forms whose kernels visit masked blocks only where some row has no other keys."""
 
 
 def _operands(keys: int, dtype: torch.dtype) -> list[Tensor]:
@@ -115,11 +131,29 @@ def test_blocks(form: str, keys: int, branches: bool) -> None:
     def run(kernel: Kernel, buffers: dict[str, Tensor], numbers: dict[str, int]) -> None:
         source = _run_in_blocks(kernel, buffers, branches=branches, half_products=True)
         assert source.count("strictest") >= 2
-        assert source.count("for step in ") == (1 if branches else 2)
+        assert source.count("for step in ") == (1 if branches else 2) + (form in LOWEST)
 
     (result,) = planned.run([item.clone() for item in inputs], run)
     eager, exact = [FORMS[form](*[*map(cast, inputs[:3]), inputs[3]]) for cast in (Tensor.half, Tensor.double)]
     assert (result.double() - exact).norm() <= 1.2 * (eager.double() - exact).norm() + 1e-4 * exact.norm()
+
+
+@pytest.mark.parametrize("form", ["padded", "padded band"])
+def test_masked_blocks_are_read_for_rows_without_other_keys_only(form: str) -> None:
+    """Masked keys and values are NaN: rows that see none of them have no NaN."""
+    query, key, value, _ = _operands(256, torch.float32)
+    inputs = [query, key, value, torch.tensor([0, 70])]
+    planned = plan(make_fx(FORMS[form])(*inputs), inputs, OPTIONS)
+    key[:, :, 160:], value[:, :, 160:] = torch.nan, torch.nan
+
+    def run(kernel: Kernel, buffers: dict[str, Tensor], numbers: dict[str, int]) -> None:
+        _run_in_blocks(kernel, buffers, row_block=32)
+
+    (result,) = planned.run([item.clone() for item in inputs], run)
+    exact = FORMS[form](*[item[:, :, :160].double() for item in inputs[:3]], inputs[3])
+    torch.testing.assert_close(result[0, :, :160].double(), exact[0], rtol=1e-5, atol=1e-5)
+    assert result[1, :, :64].isnan().all()  # rows that see no key: all keys have equal weights
+    torch.testing.assert_close(result[1, :, 96:160].double(), exact[1, :, 96:], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", ["infinity", "band", "biased"])

@@ -206,8 +206,9 @@ class StreamingTritonPrinter(StreamingResultPrinter):
     def _loop(self, start: str, end: str, conditions: dict[int, bool], rows: Scope) -> None:
         """Prints the loops over blocks of the streamed axes of a range."""
         kernel, self.kernel = self.kernel, assume(self.kernel, conditions)
-        scope = rows.inner()
-        blocks, full = self.tiles(scope), {bound.condition: bound.holds for bound in self.limits}
+        some, scope = self.kernel, rows.inner()
+        every, blocks = self.blocks(scope)
+        full, limits = {bound.condition: bound.holds for bound in self.limits}, self.limits
         if full and self.configuration.branches and self.parts.softmax is not None and len(self.streamed) == 1:
             self.branch = _Branch(self.partial_blocks(scope), full, {})
         self.write(self.fixed(self._targets(), [*self.outer, *self.leading, self.parts.row], scope), scope)
@@ -218,6 +219,9 @@ class StreamingTritonPrinter(StreamingResultPrinter):
             self._block_loop(start, end, partial_blocks, scope.inner(), rows)
             self.kernel, self.limits = assume(self.kernel, full), {}
             self._block_loop(start, end, full_blocks, scope.inner(), rows)
+        if blocks is not every:
+            self.kernel, self.limits, self.branch = some, limits, None
+            self._block_loop(start, end, self.far_blocks(every, blocks, scope), scope.inner(), rows)
         self.kernel = kernel
         self.origin = ""
 

@@ -17,6 +17,7 @@ from functools import cached_property
 import torch
 
 from fxwrap.loop_ir import (
+    FAR_ABOVE_LOWEST,
     HALF_PRECISION,
     Axis,
     AxisBound,
@@ -96,26 +97,48 @@ class StreamingValuePrinter(BlockPrinter):
 
     # --- bounds -----------------------------------------------------------------------------------------------------
 
-    def tiles(self, scope: Scope) -> BlockRange:
-        """Prints the number of blocks of the innermost axis within its bounds; returns these blocks."""
-        size = end = self.index_printer(scope).size_operand(self.inner.size)
-        start, outside = "", frozenset([*self.outer, *self.leading, self.parts.row])
+    def blocks(self, scope: Scope) -> tuple[BlockRange, BlockRange]:
+        """Prints the blocks of the innermost axis within its bounds; returns these, and those within its lowest masks.
+
+        Blocks beyond the lowest masks have no weights in rows whose maximum is above `FAR_ABOVE_LOWEST`.
+        """
+        size, outside = self.index_printer(scope).size_operand(self.inner.size), frozenset([*self.outer, *self.leading])
+        limits = dict[AxisBound, str]()
         self.limits = {}
         for bound in (*self.parts.bounds, *self.parts.masks):
-            if bound.axis == self.inner and self.kernel.value_axes[bound.limit] <= outside:
-                limit = self._limit(bound, size, scope)
-                if bound in self.parts.masks:  # elements beyond it may count
-                    continue
-                if bound.is_lower:
-                    start = f"tl.maximum({start}, {limit})" if start else limit
-                else:
-                    end = limit if end == size else f"tl.minimum({end}, {limit})"
-        if not start:
+            if bound.axis == self.inner and self.kernel.value_axes[bound.limit] <= outside | {self.parts.row}:
+                limits[bound] = self._limit(bound, size, scope)
+        inside = [bound for bound in limits if bound in self.parts.bounds]
+        lowest = [bound for bound in limits if bound in self.parts.lowest_masks and len(self.parts.axes) == 1]
+        ends = [limits[bound] for bound in inside if not bound.is_lower]
+        end = _combined("minimum", ends) or size
+        start = _combined("maximum", [limits[bound] for bound in inside if bound.is_lower])
+        if start:
+            self.line(f"first_tile = {start} // KEY_BLOCK")
+            self.line(f"tiles = tl.maximum(tl.cdiv({end}, KEY_BLOCK) - first_tile, 0)")
+        else:
             self.line(f"tiles = tl.cdiv({end}, KEY_BLOCK)")
-            return BlockRange("tiles")
-        self.line(f"first_tile = {start} // KEY_BLOCK")
-        self.line(f"tiles = tl.maximum(tl.cdiv({end}, KEY_BLOCK) - first_tile, 0)")
-        return BlockRange("tiles", "first_tile")
+        every = BlockRange("tiles", "first_tile" if start else "")
+        if not lowest:
+            return every, every
+        last, first = every.text(every.count), every.first
+        start = _combined("maximum", [limits[bound] for bound in lowest if bound.is_lower])
+        end = _combined("minimum", [limits[bound] for bound in lowest if not bound.is_lower])
+        if start:
+            self.line(f"near_first = tl.minimum(tl.maximum({start} // KEY_BLOCK, {first or '0'}), {last})")
+            first = "near_first"
+        near_end = f"tl.minimum(tl.cdiv({end}, KEY_BLOCK), {last})" if end else last
+        self.line(f"near_tiles = tl.maximum({near_end} - {first or '0'}, 0)")
+        return every, BlockRange("near_tiles", first)
+
+    def far_blocks(self, blocks: BlockRange, near: BlockRange, scope: Scope) -> BlockRange:
+        """Prints which blocks beyond the lowest masks some row needs, after the other ones; returns these."""
+        row, largest = self.parts.row, "largest"
+        if row in scope.masks:
+            largest = f"tl.where({scope.masks[row]}, largest, 0.0)"
+        self.line(f"needs_far = tl.min({largest}) <= {FAR_ABOVE_LOWEST}")
+        self.line(f"far_tiles = tl.where(needs_far, {blocks.count} - {near.count}, 0)")
+        return BlockRange("far_tiles", blocks.first, near)
 
     def split_blocks(self, blocks: BlockRange, scope: Scope) -> tuple[BlockRange, BlockRange]:
         """Prints which blocks of a range are within all limits of all rows; returns the other ones, and these."""
@@ -400,6 +423,14 @@ class StreamingValuePrinter(BlockPrinter):
             return known[at]
 
         return number(position)
+
+
+def _combined(extremum: str, limits: list[str]) -> str:
+    """Returns the text of the "minimum" or "maximum" of limits; "" without any."""
+    text = ""
+    for limit in limits:
+        text = f"tl.{extremum}({text}, {limit})" if text else limit
+    return text
 
 
 def _dot_extent(axis: Axis) -> int:
