@@ -9,6 +9,8 @@ transposed weights and the output's gradient.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence, Set
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -205,25 +207,43 @@ class _Search:
         return None
 
     def _grad_scores(self, start: Node) -> list[Node]:
-        """Returns the nodes from the softmax's backward to the gradient that matmuls read."""
-        path, is_transposed = [start], self.forward.softmax in self.forward.transposed
+        """Returns the nodes from the softmax's backward to the gradient that matmuls of queries and keys read."""
+        path, is_transposed = self._path_to_factors([start], {start}), self.forward.softmax in self.forward.transposed
         self.transposed |= {start} if is_transposed else set()
-        while not any(user.target in _PRODUCTS for user in path[-1].users):
-            node = path[-1]
-            following = self._scores_of_sink(node) or [user for user in node.users if self._passes(user, node)]
-            if len(following) != 1 or len(path) > _MAX_LENGTH:
-                raise UnsupportedBackwardError("the gradient of its scores reaches no matmul")
-            of_logsumexp = self._logsumexp_gradient(following[0], node)
+        if path is None:
+            raise UnsupportedBackwardError("the gradient of its scores reaches no matmul of queries and keys")
+        for node, following in pairwise(path):
+            of_logsumexp = self._logsumexp_gradient(following, node)
             if of_logsumexp is not None:
-                self.grad_logsumexp = of_logsumexp, following[0]
+                self.grad_logsumexp = of_logsumexp, following
             before = set(self.inner)
-            self._add_sides(following[0], node)
-            path.append(following[0])
-            is_transposed ^= transposes_matrices(following[0], self.fakes)
-            self.transposed |= {following[0], *(self.inner - before)} if is_transposed else set()
+            self._add_sides(following, node, path)
+            is_transposed ^= transposes_matrices(following, self.fakes)
+            self.transposed |= {following, *(self.inner - before)} if is_transposed else set()
         if is_transposed != (self.forward.query_key in self.forward.transposed):
             raise UnsupportedBackwardError("the gradient of its scores is transposed")
         return path
+
+    def _path_to_factors(self, path: list[Node], seen: set[Node]) -> list[Node] | None:
+        """Returns the nodes that continue a path to one that a matmul with a factor of the scores reads, with it."""
+        node = path[-1]
+        if any(self._is_factor_gradient(user, node) for user in node.users):
+            return path
+        following = self._scores_of_sink(node) or [user for user in node.users if self._passes(user, node)]
+        for user in following if len(path) <= _MAX_LENGTH else ():
+            if user not in seen:
+                seen.add(user)
+                longer = self._path_to_factors([*path, user], seen)
+                if longer is not None:
+                    return longer
+        return None
+
+    def _is_factor_gradient(self, user: Node, gradient: Node) -> bool:
+        """Whether a node is the matmul of a gradient of the scores and one of their factors."""
+        factors = self.forward.query_key.args[-2:]
+        return user.target in _PRODUCTS and any(
+            user.args[side] is gradient and self._is_swapped(user.args[1 - side], factors[1 - side]) for side in (0, 1)
+        )
 
     def _logsumexp_gradient(self, node: Node, gradient: Node) -> Node | None:
         """Returns the gradient g of the log-sum-exp l of rows of scores s in `gradient + g * exp(s - l)`."""
@@ -275,19 +295,19 @@ class _Search:
         same_size = element_count(user, fakes) == element_count(node, fakes)
         return name_of(user) in ELEMENTWISE and same_size and fakes[user].dtype.is_floating_point
 
-    def _add_sides(self, node: Node, before: Node) -> None:
-        """Adds the operands of a node besides the path, as far as they are computed from scores."""
+    def _add_sides(self, node: Node, before: Node, path: Sequence[Node]) -> None:
+        """Adds the operands of a node besides the path, as far as they are computed from scores or from the path."""
         for item in node.all_input_nodes:
             if item is not before:
-                self._computed_from_scores(item, 0)
+                self._is_side({*self.forward.scores, *path}, item, 0)
 
-    def _computed_from_scores(self, node: Node, depth: int) -> bool:
-        if node in self.forward.scores:
+    def _is_side(self, sources: Set[Node], node: Node, depth: int) -> bool:
+        if node in sources:
             return True
         if depth > _MAX_LENGTH or not is_tensor(node, self.fakes):
             return False
         is_passed = keeps_order(node, self.fakes) or name_of(node) in ELEMENTWISE
-        computed = [self._computed_from_scores(item, depth + 1) for item in node.all_input_nodes] if is_passed else []
+        computed = [self._is_side(sources, item, depth + 1) for item in node.all_input_nodes] if is_passed else []
         if not any(computed):
             return False
         self.inner.add(node)
@@ -295,15 +315,8 @@ class _Search:
 
     def _grad_factors(self, grad: Node) -> tuple[Node | None, Node | None]:
         """Returns the gradients of queries and keys, of which that of the matmul's right operand is transposed."""
-        left, right = self.forward.query_key.args[-2:]
-        grad_left = grad_right = None
-        for user in grad.users:
-            if user.target in _PRODUCTS and user.args[0] is grad and self._is_swapped(user.args[1], right):
-                grad_left = user
-            elif user.target in _PRODUCTS and user.args[1] is grad and self._is_swapped(user.args[0], left):
-                grad_right = user
-        if grad_left is None and grad_right is None:
-            raise UnsupportedBackwardError("the gradient of its scores reaches no matmul of queries and keys")
+        factors = [user for user in grad.users if self._is_factor_gradient(user, grad)]
+        grad_left, grad_right = [next((user for user in factors if user.args[side] is grad), None) for side in (0, 1)]
         self.transposed |= {grad_right} if grad_right is not None else set()
         return (grad_right, grad_left) if self.forward.query_key in self.forward.transposed else (grad_left, grad_right)
 

@@ -38,6 +38,12 @@ def _biased(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
     return torch.softmax(query @ key.mT / 2 + bias, -1) @ value
 
 
+def _floored(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+    """The gradient of a maximum selects the gradient, or a half of it: it is read twice."""
+    scores = torch.maximum(query @ key.mT / 2 + bias, torch.tensor(-0.25))
+    return torch.softmax(scores, -1) @ value
+
+
 def _library(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
     """A call with a mask that needs a gradient: torch computes its formula."""
     return scaled_dot_product_attention(query, key, value, attn_mask=bias)
@@ -88,6 +94,7 @@ def _check(function: Callable[..., Tensor], operands: list[Tensor], emitter: str
     ("function", "operands", "emitter"),
     [
         (_biased, _operands(HEADS, ROWS, KEYS), "cpp"),
+        (_floored, _operands(HEADS, ROWS, KEYS), "interpreter"),
         (_biased, _operands(BATCH, HEADS, ROWS, KEYS), "fx"),
         (_biased, _operands(BATCH, 1, 1, KEYS), "interpreter"),
         (_library, _operands(BATCH, 1, ROWS, KEYS), "python"),
@@ -135,6 +142,19 @@ def test_symbolic_lengths(function: Callable[..., Tensor]) -> None:
         results, references = [torch.autograd.grad(item, inputs, gradient) for item in (output, expected)]
         torch.testing.assert_close(results, references, rtol=1e-4, atol=1e-5)
     assert _launches(programs) == [1, 1]
+
+
+def test_a_bias_of_two_layers() -> None:
+    """The gradients of both layers' scores are added before they reach a matmul of queries and keys."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        bias = bias.expand(BATCH, -1, -1, -1)
+        attended = torch.softmax(query @ key.mT / 2 + bias, -1) @ value
+        return torch.softmax(attended @ key.mT / 2 + bias, -1) @ value
+
+    inputs = _gradient_and(_operands(HEADS, ROWS, KEYS), attend)
+    planned = check_graph(make_fx(_step(attend, range(4)))(*inputs), inputs, OPTIONS)
+    assert len([name for name in _launched(planned) if name.startswith("flex_attention_grad_query")]) == 2
 
 
 def test_repeated_keys_that_are_read_again() -> None:
