@@ -212,17 +212,27 @@ class AttentionRewriter:
         gradient = kernel_operand(copy, before, stage, operands, name)
         relative = copy.attribute(before, f"{name}_scores", functions.relative_score_mod)
         joint = copy.attribute(before, f"{name}_joint", functions.joint)
-        block_mask = self._block_mask(before, functions.forward.mask_mod, name)
+        block_mask = self._block_mask(before, functions.backward_mask_mod, name)
+        of_mask = (*buffers, self._least_maxima(before, maxima, operands, name)) if functions.reads_least else buffers
         options = self._kernel_options(before, formula, {WEIGHT_MOD: functions.backward_weight_mod}, name)
         fakes = self._gradient_fakes(inputs, backward, functions.matrices)
         arguments = (*inputs, output, total, gradient, grad_total, relative, joint, block_mask, 1.0, options,
-                     (*buffers, maxima), buffers)  # fmt: skip
+                     (*buffers, maxima), of_mask)  # fmt: skip
         call = copy.call(before, flex_attention_backward_operator(), arguments, name, fake=fakes)
         self._replace_gradients(backward, formula.sink, call, before, name)
         if formula.sink is not None and backward.grad_sink is not None:
             statistics = (output, total, maxima, gradient)
             result = self._sink_gradient(formula.sink, backward.grad_sink, statistics, before, name)
             copy.substitute(backward.grad_sink, result, "fused")
+
+    def _least_maxima(self, before: Node, maxima: Node, operands: AttentionOperands, name: str) -> Node:
+        """Returns the least maximum of the rows of each head, (batch, heads): of all heads where groups share keys."""
+        if operands.key.group == 1:
+            return self.copy.call(before, _aten.amin.default, (maxima, [2]), name)
+        least = self.copy.call(before, _aten.amin.default, (maxima, [1, 2]), name)
+        sizes = self.copy.size_arguments(before, self.copy.fakes[maxima].shape[:2])
+        least = self.copy.call(before, _aten.unsqueeze.default, (least, 1), name)
+        return self.copy.call(before, _aten.expand.default, (least, sizes), name)
 
     def _logsumexp_gradient(self, backward: AttentionBackward, before: Node, like: Node, name: str) -> Node | None:
         """Returns the gradient of the log-sum-exp of rows in the layout of another node; None where it is unused."""

@@ -1,7 +1,8 @@
 """Bounds of the keys that attention written as its formula visits, from masks of positions in its scores.
 
 Masked scores are minus infinity, or have a large negative number. The number is no mask by itself: a row of such scores
-alone has equal weights. With a sink, whose logit is far above the number, weights of masked scores are zero.
+alone has equal weights. Weights of masked scores are zero beside a number far above: a sink's logit or, in a backward,
+the maximum of the row.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _LOWEST = torch.finfo(torch.float16).min
 """The largest number that masks scores."""
 
 _FARTHEST = 4
-"""A sink is far above a number if it is above a fourth of it."""
+"""A reference is far above a number if it is above a fourth of it."""
 
 _OPPOSITES = {
     _aten.lt.Tensor: _aten.ge.Tensor, _aten.ge.Tensor: _aten.lt.Tensor, _aten.gt.Tensor: _aten.le.Tensor,
@@ -33,17 +34,26 @@ _OPPOSITES = {
 _CONJUNCTIONS, _DISJUNCTIONS = ("bitwise_and", "logical_and"), ("bitwise_or", "logical_or")
 
 
-def key_bounds(graph: ScalarGraph, score: Node, sink: Node | None) -> Iterator[Node]:
-    """Yields comparisons of positions without any of which the weight of a score is zero, as new calls of its graph."""
+def key_bounds(graph: ScalarGraph, score: Node, reference: Node | None) -> Iterator[Node]:
+    """Yields comparisons of positions without any of which the weight of a score is zero, as new calls of its graph.
+
+    The reference is no larger than the largest of a row's scores and its sink's logit.
+    """
     for condition, holds, number in _masks(score):
-        if number != -torch.inf and (sink is None or number > _LOWEST):
+        if number != -torch.inf and reference is None:
             continue
         for target, operands in _comparisons(graph, condition, holds):
             bound = graph.call(target, *operands)
             if number != -torch.inf:
-                is_far = graph.call(_aten.gt.Scalar, sink, number / _FARTHEST)
+                is_far = graph.call(_aten.gt.Scalar, reference, number / _FARTHEST)
                 bound = graph.call(_aten.logical_or.default, bound, graph.call(_aten.logical_not.default, is_far))
             yield bound
+
+
+def needs_reference(graph: ScalarGraph, score: Node) -> bool:
+    """Whether a score has bounds beside a reference only."""
+    masks = [(condition, holds) for condition, holds, number in _masks(score) if number != -torch.inf]
+    return any(True for condition, holds in masks for _ in _comparisons(graph, condition, holds))
 
 
 def _masks(score: Node) -> Iterator[tuple[Node, bool, float]]:

@@ -16,13 +16,18 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxwrap.fx_passes.attention_elements import Coordinate, ScalarGraph, UnsupportedScoresError
+from fxwrap.fx_passes.attention_key_bounds import needs_reference
 from fxwrap.fx_passes.attention_operands import AttentionOperands
 from fxwrap.fx_passes.attention_parts import AttentionBackward, AttentionFormula
 from fxwrap.fx_passes.attention_scores import BiasedScores, ScoreFunctionBuilder, ScoreFunctions
+from fxwrap.fx_passes.graph_copy import size_hint
 from fxwrap.fx_passes.prepared_graph import NodeValues
 from fxwrap.torch_compat import FakeTensor, flex_scatter_operator, in_fake_mode
 
 _aten = torch.ops.aten
+
+_LONG = 512
+"""Rows and keys from which bounds save more than a kernel costs."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +41,16 @@ class ScoreGradients:
         joint: the gradient of the score before `score_mod`, from that of the modified score; None for each index, and
             the matrices of gradients that others read.
         backward_weight_mod: the factor of weights in the backward, 0 for dropped ones; None without factors.
+        backward_mask_mod: the bounds of keys in the backward, which are those of the forward without `reads_least`.
+        reads_least: whether these bounds read the least maximum of the rows of each head, as their last buffer.
     """
 
     forward: ScoreFunctions
     relative_score_mod: GraphModule
     joint: GraphModule
     backward_weight_mod: GraphModule | None
+    backward_mask_mod: GraphModule
+    reads_least: bool
 
     @property
     def matrices(self) -> tuple[FakeTensor, ...]:
@@ -128,17 +137,29 @@ class _Builder(ScoreFunctionBuilder):
                 gradient = self.step(node, gradient, passed)
             passed[node] = gradient
         factor, sink = self.weight_factor(), self.sink_logit()
-        maxima = self._maxima()
+        maxima, least = self._statistic("maxima", 3), None
+        if sink is None and self._is_long() and needs_reference(self, value):
+            least = self._statistic("least", 2)
         relative = _less_maximum(self, value, maxima, self.formula.zeroes_fully_masked_rows)
         empty = [None] * len(self.indices)
         matrices = [self._matrix(passed[node], self.fakes[node].dtype, maxima) for node in backward.matrices]
-        of_indices = (self.score, start, maxima)
-        score_mod, relative_score_mod = self.part([value], (start, maxima)), self.part([relative], (start,))
-        joint, mask_mod = self.part([gradient, *empty, *matrices], ()), self.mask_mod(value, sink, of_indices)
-        weight_mods = [self.optional_part(factor, unread) for unread in (of_indices, (self.score, start))]
+        of_backward = () if least is None else (least,)
+        of_indices = (self.score, start, maxima, *of_backward)
+        score_mod = self.part([value], (start, maxima, *of_backward))
+        relative_score_mod = self.part([relative], (start, *of_backward))
+        joint, mask_mod = self.part([gradient, *empty, *matrices], of_backward), self.mask_mod(value, sink, of_indices)
+        weight_mods = [self.optional_part(factor, unread) for unread in (of_indices, (self.score, start, *of_backward))]
         sink_mod, reads = self.optional_part(sink, of_indices), self.read_tensors
         forward = ScoreFunctions(score_mod, mask_mod, 1.0, reads, sink_mod, weight_mods[0])
-        return ScoreGradients(forward, relative_score_mod, joint, weight_mods[1])
+        if least is not None:
+            reference = self.call(_aten.index.Tensor, least, [self.indices["batch"], self.indices["head"]])
+            mask_mod = self.mask_mod(value, reference, (self.score, start, maxima))
+        return ScoreGradients(forward, relative_score_mod, joint, weight_mods[1], mask_mod, least is not None)
+
+    def _is_long(self) -> bool:
+        """Whether bounds of keys that depend on maxima save more than the kernel costs that reduces these."""
+        sizes = self.fakes[self.formula.query_key].shape[-2:]
+        return min(map(size_hint, sizes)) >= _LONG
 
     def _matrix(self, value: Node, dtype: torch.dtype, maxima: Node) -> Node:
         """Returns a tensor of (batch, heads, rows, keys) with a value of each score, in a dtype."""
@@ -173,13 +194,13 @@ class _Builder(ScoreFunctionBuilder):
         source = next(item for item in node.all_input_nodes if item in passed)
         passed[node] = self.step(node, passed[source], passed)
 
-    def _maxima(self) -> Node:
-        """Adds the last buffer."""
-        sizes = self.operands.score_sizes(self.fakes)
+    def _statistic(self, name: str, rank: int) -> Node:
+        """Adds a last buffer of numbers of (batch, heads, rows), or of the first `rank` of these."""
+        sizes = self.operands.score_sizes(self.fakes)[:rank]
         with in_fake_mode(self.mode):
             fake: FakeTensor = torch.empty(sizes, dtype=self.dtype, device=self.device)  # type: ignore[assignment]
         first = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
         if first is None:
-            return self.placeholder("maxima", fake)
+            return self.placeholder(name, fake)
         with self.graph.inserting_before(first):
-            return self.placeholder("maxima", fake)
+            return self.placeholder(name, fake)

@@ -141,12 +141,12 @@ class ScoreFunctionBuilder(ElementGraph):
             passed[node] = value
         return None if value is one else value
 
-    def mask_mod(self, value: Node, sink: Node | None, without: Sequence[Node]) -> GraphModule:
+    def mask_mod(self, value: Node, reference: Node | None, without: Sequence[Node]) -> GraphModule:
         """Returns the graph of bounds of keys beyond which weights of scores are zero, without some of the operands.
 
-        Kernels do not visit these keys.
+        Kernels do not visit these keys. `reference` is that of `key_bounds`.
         """
-        bounds = [*key_bounds(self, value, sink)] or [self.true()]
+        bounds = [*key_bounds(self, value, reference)] or [self.true()]
         return self.part([functools.reduce(lambda one, other: self.call(_AND, one, other), bounds)], without)
 
     def sink_logit(self) -> Node | None:

@@ -13,6 +13,7 @@ from fxwrap.loop_ir import (
     HALF_PRECISION,
     Axis,
     Compute,
+    Constant,
     IndexValue,
     Kernel,
     KernelError,
@@ -52,7 +53,8 @@ def streaming_configurations(
         table = _DECODING
     elif is_half and matrices == 2 and any(isinstance(item, Load) for item in biases):
         table = _LOADED_BIAS
-    branches = is_half and matrices == 2 and rows > _FEW_ROWS and not (width > 64 and biases)
+    has_branch = is_half and matrices == 2 and rows > _FEW_ROWS
+    branches = has_branch and not (biases and (width > 64 or parts.visit_bound is None))
     candidates = [
         StreamingConfiguration(
             row_block=min(r, rows),
@@ -158,13 +160,19 @@ def _has_half_factors(kernel: Kernel, parts: StreamingReduction) -> bool:
 
 
 def _biases(kernel: Kernel, parts: StreamingReduction) -> list[Operation]:
-    """Returns numbers of each row and streamed position that no product is part of, which take registers."""
-    computed = {item.position for item in parts.products}
+    """Returns numbers of each row and streamed position that no product is part of, which take registers.
+
+    Those that a condition selects from constants are masks.
+    """
+    computed, masks = {item.position for item in parts.products}, set[int]()
     widths = {axis for item in parts.products for axis in item.axes}
     block, biases = {parts.row, parts.axes[-1]}, list[Operation]()
     for position, operation in enumerate(kernel.operations):
+        is_selected = isinstance(operation, Compute) and operation.name in ("where", "cast")
         if not computed.isdisjoint(operands(operation)):
             computed.add(position)
+        elif isinstance(operation, Constant) or (is_selected and masks.issuperset(operands(operation)[-2:])):
+            masks.add(position)
         elif isinstance(operation, Compute | Load) and operation.dtype.is_floating_point:
             if block <= kernel.value_axes[position] and widths.isdisjoint(kernel.value_axes[position]):
                 biases.append(operation)
