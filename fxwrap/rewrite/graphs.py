@@ -38,6 +38,7 @@ from fxwrap.wrapper_ir import (
     LaunchOperand,
     Origin,
     UnreadOperand,
+    launched_calls,
     leaves,
     map_leaves,
     operator_schema,
@@ -369,7 +370,7 @@ def kernel_of(node: Node) -> KernelNode | None:
 
 def _kernel_node(node: Node, kernel: KernelDefinition, ins: Sequence[Node], outs: Sequence[Node | None]) -> KernelNode:
     origin = node.meta.get("fxwrap_origin")
-    calls = origin.calls if origin is not None else None
+    calls = launched_calls(origin)
     if calls is not None:
         operators = _without_default(calls.operators)
     else:

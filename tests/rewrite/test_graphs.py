@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +52,19 @@ def test_launches_are_matched_by_kernel_semantics(language: str) -> None:
     assert list(rw.kernel_nodes(graph_module, "aten.gelu", exactly=False)) == [first, second]
     assert not list(rw.kernel_nodes(graph_module, "aten.gelu"))
     assert rw.kernel_of(first.outs[0]) is None and rw.kernel_of(first.node) == first
+
+
+@pytest.mark.parametrize("language", ["cpp", "triton"])
+def test_launches_of_loaded_programs_are_matched(language: str, tmp_path: Path) -> None:
+    """Those of cached compiles, too: the calls of their kernels are texts until they are read."""
+    graph = make_fx(layers, tracing_mode="fake")(*inputs())
+    compiled = fxwrap.compile_graph(graph, inputs(), options=Options(cpu_kernels=language))  # type: ignore[arg-type]
+    compiled.save(tmp_path / "saved.fxw")
+    for form in ("in_place", "functional"):
+        graph_module = fxwrap.to_fx(fxwrap.load(tmp_path / "saved.fxw").program, form=form).graph_module
+        first, second = rw.kernel_nodes(graph_module, "aten.add.Tensor", "aten.gelu.default")
+        assert first.operators == second.operators == ("aten.add.Tensor", "aten.gelu")
+        assert len(rw.replace_in_graph(graph_module, pattern, replacement)) == 2
 
 
 def test_graph_observers_see_rewrites() -> None:
