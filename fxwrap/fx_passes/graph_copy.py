@@ -40,8 +40,9 @@ def items_of(fake: object) -> Sequence[Any]:
 
 
 def storages_of(fake: object) -> set[int]:
-    """Returns the identities of the storages of a fake value's tensors."""
-    return {storage_identity(item) for item in items_of(fake) if isinstance(item, torch.Tensor)}
+    """Returns the identities of the storages of a fake value's strided tensors."""
+    tensors = [item for item in items_of(fake) if isinstance(item, torch.Tensor)]
+    return {storage_identity(item) for item in tensors if item.layout is torch.strided}
 
 
 def expression_of(number: int | torch.SymInt) -> int | sympy.Expr:

@@ -9,6 +9,7 @@ from itertools import accumulate
 from torch.fx import Node
 
 from fxwrap.devices import language_traits
+from fxwrap.errors import GraphError
 from fxwrap.fx_passes.effects import has_effect
 from fxwrap.fx_passes.prepared_graph import RECOMPUTED
 from fxwrap.fx_passes.stream_calls import stream_number
@@ -98,7 +99,10 @@ class GraphLowering:
             if node.op == "get_attr" and node in live:
                 self.lower_attribute(node)
             if node.op == "call_function" and node in live:
-                definitions.add_call(node, position)
+                try:
+                    definitions.add_call(node, position)
+                except GraphError as error:
+                    raise error if error.node else node_error(node, error.reason, error.remedy) from None
             elif node in builder.env:
                 definitions.add_input(node, builder.env[node])
         return definitions.result()

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import fxwrap
 from fxwrap.devices import CPU
+from fxwrap.errors import GraphError
 from fxwrap.fx_passes import joint_graph
 from fxwrap.lines import Return
 from fxwrap.options import Step
@@ -459,3 +460,10 @@ def test_a_returned_view_is_not_donated_to_the_backward(emitter: str) -> None:
     expected = function(x.detach())
     sum([result.sum() for result in results]).backward()
     torch.testing.assert_close(tuple([result.detach() for result in results]), expected)
+
+
+def test_a_sparse_gradient_is_a_graph_error() -> None:
+    """The joint graph's passes asked for storages, which a sparse tensor has not."""
+    compiled = torch.compile(torch.nn.Embedding(7, 4, sparse=True), backend="fxwrap")
+    with pytest.raises(GraphError, match=r"node '_sparse_coo\w*'.* has the layout torch.sparse_coo. Only strided"):
+        compiled(torch.tensor([1, 2, 3, 1])).sum().backward()

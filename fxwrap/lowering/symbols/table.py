@@ -237,7 +237,8 @@ class GraphSymbols:
     def tensor_type(self, fake: torch.Tensor, offset: Size = 0) -> TensorType:
         """Returns the type of a fake tensor whose first element is at `offset` in its root, in elements."""
         if fake.layout is not torch.strided:
-            raise GraphError("", f"a tensor has the layout {fake.layout}", "Only strided tensors are compiled")
+            remedy = "Only strided tensors are compiled: call the operator outside of the compiled function"
+            raise GraphError("", f"a tensor has the layout {fake.layout}", remedy)
         strides = tuple([number if type(number) is int else self.size(number) for number in fake.stride()])
         return TensorType(fake.dtype, self.sizes(fake), strides, fake.device, offset)
 
