@@ -37,7 +37,9 @@ from fxwrap.torch_compat import (
     begin_dynamo_compile,
     boxed_call,
     cacheable_compiler,
+    guard_forward_mode,
     is_aot_compiling,
+    is_forward_mode_active,
     is_precompiling,
     is_traced_class,
     report_output_strides,
@@ -116,6 +118,9 @@ def make_backend(
 
     def backend(graph_module: GraphModule, example_inputs: Sequence[object]) -> CompiledGraphFunction:
         begin_dynamo_compile(graph_module)
+        guard_forward_mode()
+        if is_forward_mode_active():  # AOTAutograd traces no tangents
+            return graph_module.forward
         options = with_repro_environment(chosen)
         for step in enabled_steps(DYNAMO_PASSES, options):
             graph_module = step.run(graph_module, options)

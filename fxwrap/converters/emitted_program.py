@@ -19,6 +19,7 @@ from fxwrap.symbolic import Number, evaluate
 from fxwrap.torch_compat import (
     DisableAutocast,
     any_requires_grad,
+    has_tangent,
     is_any_autocast_enabled,
     is_jit_tracing,
     set_grad_enabled,
@@ -38,8 +39,8 @@ class EmittedProgram:
 
     `flat` is the same entry with less overhead. `boxed` takes the inputs in a list, which it clears, so that donated
     inputs are freed after their last use. Grad mode and autocast are off, since the captured graph has the casts; a
-    call raises InputError for inputs that require gradients, unless grad mode is off, and JitTraceError under
-    torch.jit.trace.
+    call raises InputError for inputs that require gradients, unless grad mode is off, or have tangents, and
+    JitTraceError under torch.jit.trace.
     """
 
     def __init__(
@@ -73,9 +74,8 @@ class EmittedProgram:
             return self._flat()
 
     def __call__(self, *inputs: object) -> Any:
-        if torch.is_grad_enabled() and any_requires_grad(*inputs):
-            position = next(position for position, item in enumerate(inputs) if any_requires_grad(item))
-            raise gradient_error(f"input {position}")
+        if (torch.is_grad_enabled() and any_requires_grad(*inputs)) or has_tangent(inputs):
+            raise gradient_error(inputs, range(len(inputs)))
         if is_jit_tracing():
             raise JitTraceError
         return self.flat(*inputs)

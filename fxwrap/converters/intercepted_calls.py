@@ -73,5 +73,5 @@ def call_as_graph(program: Program, graph: Callable[[], Callable[..., object]], 
     with without_dispatch_modes():
         run = graph()
     mode = detect_fake_mode(inputs)
-    with nullcontext() if mode is None else accept_real_tensors(mode), torch.no_grad(), DisableAutocast():
+    with nullcontext() if mode is None else accept_real_tensors(mode), DisableAutocast():
         return run(*inputs)

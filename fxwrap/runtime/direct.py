@@ -8,80 +8,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Proxy
 
 from fxwrap.devices import Launcher
-from fxwrap.errors import GraphModuleError
 from fxwrap.runtime import control
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import load_gridless_kernel, load_kernel, prepare_kernels
-from fxwrap.runtime.native import find_plain_inputs_check
-from fxwrap.torch_compat import direct_state, has_real_storage, is_dispatch_intercepted, is_opaque
-
-SUPPORTED_ALTERNATIVES = (
-    "Run it with torch.fx.Interpreter, copy it with copy.deepcopy, retrace it with make_fx, or keep the program's text "
-    "(str(program)) and emit that again with fxwrap.to_fx; fxwrap.save writes it to a file"
-)
-
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-_PLAIN_CLASSES = _TENSORS | {int, float, bool, complex, type(None), str, torch.dtype, torch.device, torch.Generator}
-
-_address = torch.Tensor.data_ptr  # 0 for tensors without memory and empty ones
-_is_negated = torch.Tensor.is_neg
-_is_compiling = torch.compiler.is_dynamo_compiling
+from fxwrap.runtime.plain_inputs import is_plain_call
+from fxwrap.torch_compat import direct_state
 
 
-def _make_bypass_check() -> Callable[..., bool]:
-    """Returns `can_bypass_dispatcher`, which uses the native check as soon as a bridge is loaded."""
-    are_plain_inputs: Callable[[tuple[object, ...]], bool] | None = None
-
-    def can_bypass_dispatcher(module: torch.nn.Module, *inputs: object) -> bool:
-        """Whether a call may run kernels directly, with the same observable behaviour as calls of operators.
-
-        No mode, functorch level or tracer may be active, and no input, parameter or buffer may be a fake, meta,
-        functionalised, negated, subclassed or symbolic tensor or require gradients. Raises GraphModuleError under
-        symbolic tracing.
-        """
-        nonlocal are_plain_inputs
-        if _is_compiling():
-            return False
-        inputs += direct_state(module)
-        if are_plain_inputs is None:
-            are_plain_inputs = find_plain_inputs_check()
-        if are_plain_inputs is not None and are_plain_inputs(inputs):
-            return True
-        return not is_dispatch_intercepted() and _are_plain(inputs)
-
-    return can_bypass_dispatcher
-
-
-can_bypass_dispatcher = _make_bypass_check()
-
-
-def _are_plain(inputs: tuple[object, ...]) -> bool:
-    """Whether operators run the kernels of ordinary tensors on these inputs, without gradients."""
-    kinds = set(map(type, inputs))
-    if not kinds <= _PLAIN_CLASSES and not all(type(item) in _PLAIN_CLASSES or is_opaque(item) for item in inputs):
-        check_not_traced(inputs)
-        return False
-    tensors: Sequence[Any] = (
-        inputs if kinds <= _TENSORS else [item for item in inputs if isinstance(item, torch.Tensor)]
-    )
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return False
-    try:
-        if not all(map(_address, tensors)) and not all(map(has_real_storage, tensors)):
-            return False
-        return not any(map(_is_negated, tensors))
-    except RuntimeError:  # no address: sparse, or of a functorch level that has ended
-        return False
-
-
-def check_not_traced(inputs: Sequence[object]) -> None:
-    """Raises GraphModuleError under symbolic tracing."""
-    if Proxy in map(type, inputs):
-        reason = "symbolic_trace would run its allocations once and record the memory as constants"
-        raise GraphModuleError(f"an emitted graph cannot be traced symbolically: {reason}. {SUPPORTED_ALTERNATIVES}")
+def can_bypass_dispatcher(module: torch.nn.Module, *inputs: object) -> bool:
+    """Whether a call of a module may run kernels directly: its inputs, parameters and buffers are plain."""
+    return is_plain_call(inputs + direct_state(module))
 
 
 class LazyKernels:

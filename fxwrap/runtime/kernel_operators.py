@@ -12,6 +12,7 @@ from fxwrap.devices import find_language
 from fxwrap.runtime import tensors
 from fxwrap.runtime.gradients import run_without_gradient
 from fxwrap.runtime.kernel_table import find_launcher, find_registered_kernel, own_kernel
+from fxwrap.runtime.plain_inputs import is_plain_call
 
 
 def order_scalar_arguments(
@@ -74,14 +75,26 @@ def cpp_kernel_functional(
     An input that is also in `outs` is the copy: the kernel reads what it writes.
     `layouts` has the rank, sizes and strides of each new result, `dtypes` their dtypes.
     """
+    results = [_new_result(out, *new, device) for out, new in _results(outs, layouts, dtypes)]
+    result_of = {id(out): result for out, result in zip(outs, results, strict=True) if out is not None}
+    cpp_kernel(kernel, [result_of.get(id(item), item) for item in ins], outs=results, **numbers)
+    return results
+
+
+def cpp_kernel_functional_autograd(
+    keys: Any, kernel: str, ins: Sequence[torch.Tensor], *, outs: Sequence[torch.Tensor | None], **keywords: Any
+) -> list[torch.Tensor]:
+    """Launches a kernel on new results, which have no derivatives. `keys` are the dispatch keys of the call."""
+    operands = (*ins, *[out for out in outs if out is not None])
+    if is_plain_call(operands):  # the dispatcher takes as long as the launch
+        return cpp_kernel_functional(kernel, ins, outs=outs, **keywords)
 
     def launch() -> list[torch.Tensor]:
-        results = [_new_result(out, *new, device) for out, new in _results(outs, layouts, dtypes)]
-        result_of = {id(out): result for out, result in zip(outs, results, strict=True) if out is not None}
-        cpp_kernel(kernel, [result_of.get(id(item), item) for item in ins], outs=results, **numbers)
-        return results
+        operator = torch.ops.fxwrap.cpp_kernel_functional.default
+        results = torch_compat.call_below_autograd(operator, keys, kernel, ins, outs=outs, **keywords)
+        return list[torch.Tensor](results)
 
-    return run_without_gradient(launch, [*ins, *[out for out in outs if out is not None]])
+    return run_without_gradient(launch, operands)
 
 
 def cpp_kernel_functional_fake(

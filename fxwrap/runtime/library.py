@@ -33,6 +33,7 @@ from fxwrap.runtime.kernel_operators import (
     cpp_kernel,
     cpp_kernel_fake,
     cpp_kernel_functional,
+    cpp_kernel_functional_autograd,
     cpp_kernel_functional_fake,
     cpp_kernel_functionalised,
 )
@@ -167,15 +168,16 @@ def _frozen_convolution_functionalised(residual: torch.Tensor, *arguments: Any) 
 
 @dataclass(frozen=True)
 class _Operator:
-    """One operator: schema, implementation, fake implementation (None: no results) and functionalisation rule.
+    """One operator: schema, implementation, fake implementation, rules of functionalisation and autograd.
 
-    `is_native` if the bridge has an implementation, too.
+    Without a fake implementation it has no results. `is_native` if the bridge has an implementation, too.
     """
 
     schema: str
     run: Callable[..., object]
     fake: Callable[..., object] | None = None
     functionalised: Callable[..., object] | None = None
+    autograd: Callable[..., object] | None = None
     has_side_effect: bool = False
     is_native: bool = False
 
@@ -200,7 +202,7 @@ _OPERATORS = (
     _Operator(
         "cpp_kernel_functional(str kernel, Tensor[] ins, *, Tensor?[] outs, SymInt[] layouts, str[] dtypes, "
         f"Device device, {_NUMBERS}) -> Tensor[]",
-        cpp_kernel_functional, cpp_kernel_functional_fake,
+        cpp_kernel_functional, cpp_kernel_functional_fake, autograd=cpp_kernel_functional_autograd,
     ),
     _Operator("register_kernels(Tensor texts) -> ()", register_kernel_texts, has_side_effect=True),
     _Operator(
@@ -341,6 +343,8 @@ def _register(operator: _Operator) -> None:
     torch.library.register_fake(f"fxwrap::{name}", operator.fake or _no_fake_result, lib=_LIBRARY)
     if operator.functionalised is not None:
         _LIBRARY.impl(name, operator.functionalised, "Functionalize")
+    if operator.autograd is not None:
+        _LIBRARY.impl(name, operator.autograd, "Autograd", with_keyset=True)
     if operator.has_side_effect:
         torch_compat.declare_side_effect(getattr(torch.ops.fxwrap, name).default)
 

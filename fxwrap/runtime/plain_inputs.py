@@ -1,4 +1,4 @@
-"""Inputs that emitted code cannot read directly: tensors with a negative or conjugate bit, and of plain subclasses.
+"""Inputs on which kernels run directly, and those that emitted code cannot read: with a bit, or of plain subclasses.
 
 The elements of a tensor with a negative bit are the negated numbers in its memory. torch's operators resolve the bits;
 kernels and plain views read the memory. The program runs on plain tensors in place of such inputs.
@@ -10,10 +10,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.fx import Proxy
 
+from fxwrap.errors import GraphModuleError
+from fxwrap.runtime.native import find_plain_inputs_check
 from fxwrap.torch_compat import (
     FakeTensor,
+    has_real_storage,
+    is_dispatch_intercepted,
+    is_forward_mode_active,
     is_functional_tensor,
+    is_opaque,
     negated_view,
     storage_identity,
     tree_map,
@@ -150,3 +157,78 @@ def _restored(result: torch.Tensor, original: torch.Tensor, plain: torch.Tensor)
         return result
     offset = result.storage_offset() - plain.storage_offset() + original.storage_offset()
     return _flip_bits(original.as_strided(result.shape, result.stride(), offset), result)
+
+
+# --- calls that bypass the dispatcher ---------------------------------------------------------------------------------
+
+SUPPORTED_ALTERNATIVES = (
+    "Run it with torch.fx.Interpreter, copy it with copy.deepcopy, retrace it with make_fx, or keep the program's text "
+    "(str(program)) and emit that again with fxwrap.to_fx; fxwrap.save writes it to a file"
+)
+
+_PLAIN_OBJECTS = PLAIN_CLASSES | {
+    int,
+    float,
+    bool,
+    complex,
+    type(None),
+    str,
+    torch.dtype,
+    torch.device,
+    torch.Generator,
+}
+
+_address = torch.Tensor.data_ptr  # 0 for tensors without memory and empty ones
+_is_compiling = torch.compiler.is_dynamo_compiling
+
+
+def _make_plain_call_check() -> Callable[[tuple[object, ...]], bool]:
+    """Returns `is_plain_call`, which uses the native check as soon as a bridge is loaded."""
+    are_plain_inputs: Callable[[tuple[object, ...]], bool] | None = None
+
+    def is_plain_call(inputs: tuple[object, ...]) -> bool:
+        """Whether kernels may run on these inputs, with the same observable behaviour as operators.
+
+        No mode, functorch level, level of forward-mode derivatives or tracer may be active, and no input may be a fake,
+        meta, functionalised, negated, subclassed or symbolic tensor or require gradients. Raises GraphModuleError under
+        symbolic tracing.
+        """
+        nonlocal are_plain_inputs
+        if _is_compiling() or is_forward_mode_active():
+            return False
+        if are_plain_inputs is None:
+            are_plain_inputs = find_plain_inputs_check()
+        if are_plain_inputs is not None and are_plain_inputs(inputs):
+            return True
+        return not is_dispatch_intercepted() and _are_plain(inputs)
+
+    return is_plain_call
+
+
+is_plain_call = _make_plain_call_check()
+
+
+def _are_plain(inputs: tuple[object, ...]) -> bool:
+    """Whether operators run the kernels of ordinary tensors on these inputs, without gradients."""
+    kinds = set(map(type, inputs))
+    if not kinds <= _PLAIN_OBJECTS and not all(type(item) in _PLAIN_OBJECTS or is_opaque(item) for item in inputs):
+        check_not_traced(inputs)
+        return False
+    tensors: Sequence[Any] = (
+        inputs if kinds <= PLAIN_CLASSES else [item for item in inputs if isinstance(item, torch.Tensor)]
+    )
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return False
+    try:
+        if not all(map(_address, tensors)) and not all(map(has_real_storage, tensors)):
+            return False
+        return not any(map(_is_negative, tensors))
+    except RuntimeError:  # no address: sparse, or of a functorch level that has ended
+        return False
+
+
+def check_not_traced(inputs: Sequence[object]) -> None:
+    """Raises GraphModuleError under symbolic tracing."""
+    if Proxy in map(type, inputs):
+        reason = "symbolic_trace would run its allocations once and record the memory as constants"
+        raise GraphModuleError(f"an emitted graph cannot be traced symbolically: {reason}. {SUPPORTED_ALTERNATIVES}")

@@ -17,6 +17,7 @@ from fxwrap.signature.leaves import ProgramInput, ProgramOutput, program_inputs,
 from fxwrap.torch_compat import (
     any_requires_grad,
     has_functorch_level,
+    has_tangent,
     is_intercepted_tensor,
     is_jit_tracing,
     tree_builder,
@@ -53,8 +54,8 @@ def _reader(names: Sequence[str]) -> Callable[[Mapping[str, object]], Sequence[o
 class StructuredProgram(ABC):
     """A program with the names and trees of the arguments and results of the model that it was compiled from.
 
-    A call raises InputError for arguments that do not fit, and for inputs that require gradients unless grad mode is
-    off: the results would silently have none. It raises JitTraceError under torch.jit.trace.
+    A call raises InputError for arguments that do not fit, and for inputs that require gradients, unless grad mode is
+    off, or have tangents: the results would silently have none. It raises JitTraceError under torch.jit.trace.
     """
 
     @property
@@ -75,7 +76,7 @@ class StructuredProgram(ABC):
     def __call__(self, /, *arguments: object, **keywords: object) -> Any:
         entry = self._entry
         inputs = arguments if entry.is_plain and not keywords else self._bind(entry, arguments, keywords)
-        if _is_grad_enabled() and any_requires_grad(*inputs):
+        if (_is_grad_enabled() and any_requires_grad(*inputs)) or has_tangent(inputs):
             raise self._gradient_error(inputs)
         if is_jit_tracing():
             raise JitTraceError
@@ -117,8 +118,7 @@ class StructuredProgram(ABC):
         """Returns the outputs of the program's FX graph, whose operators torch intercepts as the model's."""
 
     def _gradient_error(self, inputs: Sequence[object]) -> InputError:
-        position = next(place for place, item in enumerate(inputs) if any_requires_grad(item))
-        return gradient_error(f"input '{self.convention.input_names[position]}'")
+        return gradient_error(inputs, self.convention.input_names)
 
     @property
     def inputs(self) -> tuple[ProgramInput, ...]:
@@ -139,9 +139,11 @@ class StructuredProgram(ABC):
         """Returns the first line of the program's repr after its name."""
 
 
-def gradient_error(label: str) -> InputError:
-    """Returns the error for an input that requires gradients."""
+def gradient_error(inputs: Sequence[object], names: Sequence[object]) -> InputError:
+    """Returns the error for the first input that requires gradients or has a tangent."""
+    position = next(place for place, item in enumerate(inputs) if any_requires_grad(item) or has_tangent([item]))
+    recorded = "requires gradients" if any_requires_grad(inputs[position]) else "has a tangent"
     return InputError(
-        f"{label} requires gradients, which a compiled graph does not record; call it under torch.no_grad(), pass "
-        "input.detach(), or train with torch.compile(backend='fxwrap')"
+        f"input {names[position]!r} {recorded}, which a compiled graph does not record; call it under torch.no_grad(), "
+        "pass input.detach(), or train with torch.compile(backend='fxwrap')"
     )

@@ -69,6 +69,19 @@ def begin_dynamo_compile(graph_module: torch.fx.GraphModule) -> None:
         setattr(context, _ATTRIBUTE, note)
 
 
+def guard_forward_mode() -> None:
+    """Makes the function that Dynamo compiles depend on the level of torch.autograd.forward_ad, which it may not know.
+
+    Why: Dynamo has this guard, but adds it nowhere, and AOTAutograd's graphs drop the tangents of their inputs.
+    """
+    context = TracingContext.try_get()
+    if context is not None:
+        from torch._dynamo.guards import GuardBuilder
+        from torch._dynamo.source import GlobalStateSource
+
+        context.guards_context.dynamo_guards.add(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
+
+
 def current_dynamo_compile() -> DynamoCompile:
     """Returns the compile of Dynamo that is running."""
     return getattr(TracingContext.try_get(), _ATTRIBUTE, None) or DynamoCompile()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -72,6 +74,20 @@ def _checks_aliasing(mode: object) -> bool:
     return (type(mode).__module__, type(mode).__qualname__) == _ALIASING_CHECK
 
 
+def call_below_autograd(operator: Any, keys: Any, *arguments: object, **keywords: object) -> Any:
+    """Returns the results of an operator from its rule for autograd, which was called with these dispatch keys.
+
+    Why: torch's registration of such rules ignores tensors that are keyword arguments.
+    """
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments, **keywords)
+
+
+# Why: an operator's rule for autograd runs once for each functorch level, a public Function at all of them.
+SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
+single_level_functions = torch._functorch.utils.enable_single_level_autograd_function
+
+
 # Why: torch.jit.is_tracing is a function in Python around it, with a second check.
 is_jit_tracing = torch._C._is_tracing
 """Whether torch.jit.trace records the operators that run."""
@@ -89,3 +105,28 @@ def is_vmapped() -> bool:
     """Whether the innermost functorch level is torch.vmap's."""
     level: Any = _innermost_functorch_level()
     return level is not None and level.key() == torch._C._functorch.TransformType.Vmap
+
+
+_DERIVATIVES = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+
+
+def records_derivatives(inputs: Sequence[object]) -> bool:
+    """Whether operators on these inputs record derivatives, of either mode, or the innermost functorch level may."""
+    level: Any = _innermost_functorch_level()
+    if level is not None:
+        return level.key() in _DERIVATIVES
+    return (torch.is_grad_enabled() and any_requires_grad(*inputs)) or has_tangent(inputs)
+
+
+# Why: `unpack_dual` tells whether a tensor has a tangent; whether any may have one has no public name.
+def is_forward_mode_active() -> bool:
+    """Whether a level of torch.autograd.forward_ad is active."""
+    return forward_ad._current_level >= 0
+
+
+def has_tangent(inputs: Sequence[object]) -> bool:
+    """Whether an input has a tangent of torch.autograd.forward_ad, outside of functorch levels."""
+    if not is_forward_mode_active() or has_functorch_level():
+        return False
+    tensors = [item for item in inputs if isinstance(item, torch.Tensor)]
+    return any(forward_ad.unpack_dual(item).tangent is not None for item in tensors)  # type: ignore[no-untyped-call]

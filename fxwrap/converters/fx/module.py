@@ -16,9 +16,8 @@ from fxwrap.converters.interpreter import check_inputs
 from fxwrap.errors import GraphModuleError
 from fxwrap.runtime import checks
 from fxwrap.runtime.device_operators import exit_devices_on_error
-from fxwrap.runtime.direct import SUPPORTED_ALTERNATIVES
 from fxwrap.runtime.graph_capture.replay import GraphedFunction, bind_graph_lifetime
-from fxwrap.runtime.plain_inputs import with_plain_inputs
+from fxwrap.runtime.plain_inputs import SUPPORTED_ALTERNATIVES, with_plain_inputs
 from fxwrap.runtime.unusual_inputs import InputCheck
 from fxwrap.symbolic import symbol_kind
 from fxwrap.torch_compat import LazyGraphModule, graph_python_code, is_boxed_call
