@@ -406,6 +406,7 @@ CPU = DeviceSpec(
     matmuls=MatmulTraits(
         generated_rows=((torch.float32, 8), (torch.bfloat16, 16 if multiplies_bfloat16_matrices() else 1)),
         generated_bytes=1 << 18,
+        generated_dequantised_rows=((torch.float32, 32), (torch.bfloat16, 32)),
         grouped_dtypes=frozenset({torch.bfloat16}),
         prepacked_dtypes=frozenset(
             {torch.float32, torch.bfloat16, *([torch.int8] if multiplies_bytes_exactly() else [])}

@@ -151,6 +151,21 @@ def test_devices_say_for_how_many_rows_dequantisation_is_part_of_a_matmul(
     assert called(compiled(function, inputs, matmul_kernels="auto", cpu_kernels="triton", devices=[device])) == calls
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize(
+    ("function", "operands"),
+    [(int8_formula, (1, 4)), (float8_weight, (3, 4)), (int4_grouped, (2, 5, 6))],
+    ids=["int8", "float8", "int4"],
+)
+def test_few_rows_of_quantised_weights_are_one_kernel_on_cpus(
+    function: Callable[..., Tensor], operands: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    weights = [quantised_inputs()[position] for position in operands]
+    inputs = [item if item.dtype is not BF16 else item.to(dtype) for item in [random(8, WIDTH), *weights]]
+    program = compiled(function, inputs, matmul_kernels="auto")
+    assert called(program) == {} and len(launched(program)) == 1
+
+
 def permuted_experts(x: Tensor, tokens: Tensor, offsets: Tensor, gates: Tensor, into: Tensor, out: Tensor) -> Tensor:
     """Experts of tokens that are sorted by expert: gathered, multiplied, weighted."""
     hidden = functional.silu(torch._grouped_mm(x[tokens], into.transpose(1, 2), offsets))

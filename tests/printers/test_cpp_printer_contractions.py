@@ -177,6 +177,31 @@ def test_contractions(position: int) -> None:
             break
 
 
+GROUPED = """kernel(a: f32[2*4*32], b: u8[9*4*32], scale: f32[36]) -> (out: f32[18]) \
+for [i: 2, j: 9] reduce [g: 4, k: 32] {
+  %0 = f32 load a[128*i + 32*g + k]
+  %1 = u8 load b[128*j + 32*g + k]
+  %2 = f32 cast %1
+  %3 = f32 load scale[4*j + g]
+  %4 = f32 mul %2 %3
+  %5 = f32 mul %0 %4
+  %6 = f32 reduce sum %5
+  store out[9*i + j] %6
+}
+"""
+
+
+def test_short_groups_are_whole_vectors_whose_lanes_are_added_once() -> None:
+    """32 bytes widen to two vectors of float32; four would leave all elements to the loop after the last step."""
+    lines = check(parse_kernel(GROUPED), rtol=1e-4).splitlines()
+    products, end = [
+        [at for at, line in enumerate(lines) if text in line] for text in (".template add<2>", ".finish()")
+    ]
+    loop = [at for at, line in enumerate(lines) if "for (int64_t g = 0" in line][-1]
+    depth = [len(line) - len(line.lstrip()) for line in lines]
+    assert loop < products[0] < end[0] and depth[end[0]] == depth[loop]
+
+
 PREFETCH = re.compile(rb"\x0f\x18[\x10-\x17\x50-\x57\x90-\x97]")
 """The instruction `prefetcht1`."""
 

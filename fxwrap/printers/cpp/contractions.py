@@ -46,6 +46,9 @@ MAX_PANEL_ELEMENTS = 1 << 22
 PANEL_PADDING = 16
 """Elements between the rows of a panel: rows of a power of two bytes would compete for the same lines of a cache."""
 
+WIDEST_VECTOR_BYTES = 64
+"""The bytes of AVX-512's registers."""
+
 MAX_COLUMN_LOOP_ELEMENTS = 1 << 18
 """The largest matrix with contiguous rows that loops over its columns read fast: longer rows are on many pages."""
 
@@ -280,6 +283,7 @@ class ContractionPrinter(LoopPrinter):
         self.writer.line(f"ProductTile<{kind}, rows, columns, group> {tile};")
         with self.writer.nest([loop_head(axis) for axis in self.outer_reduced]):
             self.print_products(item, tile)
+        self.writer.line(f"{tile}.finish();")
 
     def print_products(self, item: ProductSum, tile: str) -> None:
         """Writes the call that adds the products along the vectorised axis."""
@@ -322,10 +326,17 @@ class ContractionPrinter(LoopPrinter):
                 self.writer.line(f"prefetch_line({load.buffer} + {index});")
 
     def vectors(self, operand: int) -> int:
-        """Returns the number of vectors of a sum that the narrowest vector of a column's elements widens to."""
+        """Returns the number of vectors of a sum that the narrowest vector of a column's elements widens to.
+
+        A short axis has fewer: the elements after its last step are added one by one.
+        """
         loads = [self.kernel.operations[at] for at in self.contraction.prologue(operand)]
         narrowest = min([item.dtype.itemsize for item in loads if isinstance(item, Load)])
-        return max(self.statements.dtype(operand).itemsize // narrowest, 1)
+        width, size = self.statements.dtype(operand).itemsize, self.tiles.vector_axis.size
+        vectors = max(width // narrowest, 1)
+        while vectors > 1 and isinstance(size, int) and size * width < vectors * WIDEST_VECTOR_BYTES:
+            vectors //= 2
+        return vectors
 
     # --- row operands -----------------------------------------------------------------------------------------------
 

@@ -92,10 +92,11 @@ template <class T, int rows, int columns, int group> struct ProductTile {
   static constexpr int64_t PART = 512;  // terms that one set of accumulators adds, for the accuracy of long sums
   static constexpr int width = columns < columns_at_once(group) ? columns : columns_at_once(group);
   static_assert(columns % width == 0);
-  T sum[rows][columns];
+  T sum[rows][columns];  // complete after finish()
+  V total[rows][columns];  // what each lane has added
   INLINE ProductTile() {
     for (int i = 0; i < rows; ++i)
-      for (int j = 0; j < columns; ++j) sum[i][j] = 0;
+      for (int j = 0; j < columns; ++j) sum[i][j] = 0, total[i][j] = V{};
   }
   // Adds `count` products. Row i is at row + i * stride; `column(j, k)` computes an element of a column, for `vectors`
   // vectors at a time: as many as the elements in memory are narrower than T. `prefetch(j, k)` asks for an element that is
@@ -104,7 +105,6 @@ template <class T, int rows, int columns, int group> struct ProductTile {
   INLINE void add(int64_t count, const T* row, int64_t stride, Column column, Prefetch prefetch) {
     constexpr int size = group < rows ? group : rows, rest = rows % size;
     const auto nothing = [](int, int64_t) {};
-    V total[rows][columns] = {};
     for (int64_t start = 0; start < count; start += PART) {
       const int64_t end = fxwrap::min(count, start + PART);
       for (int first = 0; first < columns; first += width) {
@@ -127,6 +127,9 @@ template <class T, int rows, int columns, int group> struct ProductTile {
         const T value = column(j, k);
         for (int i = 0; i < rows; ++i) sum[i][j] = multiply_add(row[i * stride + k], value, sum[i][j]);
       }
+  }
+  // Adds the lanes to the sums, once after all products.
+  INLINE void finish() {
     for (int i = 0; i < rows; ++i)
       for (int j = 0; j < columns; ++j) {
         T at[lanes];
@@ -275,6 +278,7 @@ template <int rows, int columns, int group> struct MatrixTile {
     ProductTile<float, rows, width, group> tile;
     tile.template add<2>(count, row, count, [&](int j, int64_t k) { return Cast<float, bfloat16>::of(*at(j, k)); },
                          [&](int j, int64_t k) { prefetch_line(at(j, k)); });
+    tile.finish();
     for (int i = 0; i < rows; ++i)
       for (int j = 0; j < width; ++j) sum[i][start + j] = tile.sum[i][j];
   }
