@@ -143,12 +143,12 @@ def _shortest_float32(value: float) -> str:
     return next(text for text in texts if struct.pack("f", float(text)) == exact)
 
 
-_NAME = re.compile(r"[\w:.]*(<[\w, ]*>)?")
+_NAME_OR_NUMBER = re.compile(r"[\d.]+e-\d+f?|[\w:.]*(<[\w, ]*>)?")
 
 
 def parenthesize(text: str) -> str:
     """Returns an expression in parentheses unless it is a name, a number, an element or a call."""
-    rest = text[_NAME.match(text).end() :]  # type: ignore[union-attr]
+    rest = text[_NAME_OR_NUMBER.match(text).end() :]  # type: ignore[union-attr]
     while rest and rest[0] in "([":
         depth = 0
         for position, letter in enumerate(rest):
