@@ -378,7 +378,7 @@ def _report(chosen: argparse.Namespace) -> int:
         raise CommandError(f"'{chosen.target}' has no graph to report")
     title = chosen.target.rpartition(":")[2]
     _write(Path(chosen.output), report_page(contents, title))
-    print(f"{chosen.output}: {len(contents)} graphs")
+    print(f"{chosen.output}: {len(contents)} graph{'s' if len(contents) > 1 else ''}")
     return 0
 
 

@@ -23,8 +23,8 @@ def plan_table(plan: MemoryPlan, values: Mapping[str, Number] | None = None) -> 
     for block in plan.blocks:
         if not block.pools and block is not plan.body:
             continue
-        over = f"{block.peak / block.lower_bound:.3f} times that" if block.lower_bound else "the same"
-        lines.append(f"^{block.label}: peak {block.peak:,} bytes, lower bound {block.lower_bound:,}, {over}")
+        share = f"{block.peak / block.lower_bound:.3f} times " if block.lower_bound else ""
+        lines.append(f"^{block.label}: peak {block.peak:,} bytes, {share}the lower bound {block.lower_bound:,}")
         for pool in block.pools:
             sizes = _PoolSizes(pool, values or {})
             where = f"lines {pool.first} to {pool.end - 1}"

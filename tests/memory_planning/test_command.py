@@ -30,7 +30,8 @@ def test_a_plan_is_printed_saved_and_plotted(tmp_path: Path, capsys: pytest.Capt
     table = capsys.readouterr().out
     plan = plan_from_json(json.read_text())
     (pool, *_) = plan.body.pools
-    assert f"^body: peak {plan.body.peak:,} bytes, lower bound {plan.body.lower_bound:,}" in table
+    share = plan.body.peak / plan.body.lower_bound
+    assert f"^body: peak {plan.body.peak:,} bytes, {share:.3f} times the lower bound {plan.body.lower_bound:,}" in table
     assert f"{pool.name} on cpu: {pool.size:,} bytes" in table
     drawn = [item for item in ElementTree.fromstring(svg.read_text()).iter() if item.tag.endswith("title")]
     assert len(drawn) == sum(len(item.allocations) for item in plan.body.pools)
