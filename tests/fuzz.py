@@ -50,7 +50,7 @@ from fxwrap.options import PLANNERS, Options
 from fxwrap.printers import KernelRequest, PrintedKernel, triton_configurations
 from fxwrap.printers.languages import TRITON_KERNEL_COMBINER
 from fxwrap.runtime.devices import CUDA_RUNTIME
-from tests.devices.test_devices import on_abacus
+from tests.devices.registration import on_abacus
 from tests.lowering.planned_programs import close
 from tests.runtime.cuda_graphs.cpu_graph_capturer import cpu_with_graph_capture
 from tests.support.agreement import Agreement, in_float64, promote

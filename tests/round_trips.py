@@ -49,7 +49,7 @@ from fxwrap.wrapper_ir import (
     used,
     uses_streams,
 )
-from tests.devices.test_devices import on_abacus
+from tests.devices.registration import on_abacus
 from tests.fuzz import FAILURES_OF_TORCH
 from tests.fuzz import Case as GraphCase
 from tests.fuzz import Subject as GraphSubject

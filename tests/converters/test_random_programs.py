@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 
 import fxwrap
 from fxwrap.compile import emit
 from tests.support.long_form import sample_size
 from tests.support.strategies.programs import RandomProgram, random_programs
+from tests.support.value_equality import assert_same
 
 
 def assert_same_as_interpreter(case: RandomProgram, emitter: str) -> None:
@@ -22,17 +20,6 @@ def assert_same_as_interpreter(case: RandomProgram, emitter: str) -> None:
     assert len(result) == len(expected)
     for one, other in zip([*result, *ours], [*expected, *theirs], strict=True):
         assert_same(one, other)
-
-
-def assert_same(one: Any, other: Any) -> None:
-    """Values and strides are equal, but for strides of dimensions of size 1, which no access depends on."""
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-        strides = [[step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1] for x in (one, other)]
-        assert strides[0] == strides[1]
-    else:
-        assert one == other
 
 
 @pytest.mark.parametrize("emitter", ["python", "fx"])

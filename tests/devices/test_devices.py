@@ -40,17 +40,12 @@ from fxwrap.runtime.devices import CPU_RUNTIME, CUDA_RUNTIME, device_context, gu
 from fxwrap.runtime.kernels import load_gridless_kernel, load_kernel
 from tests.devices import abacus, abacus_runtime, copy_engine
 from tests.devices.abacus_runtime import RUNTIME, WORK
-from tests.devices.copy_engine import LINES, AbacusCopy, stage_inputs
+from tests.devices.copy_engine import AbacusCopy, stage_inputs
+from tests.devices.registration import on_abacus
 from tests.support.documents import ROOT, check_printed
 from tests.support.models import MODELS, ModelCase, representative
 
 STAGING = Pass(stage_inputs, key="abacus.stage_inputs 1")
-
-
-def on_abacus(**others: Any) -> Any:
-    """The Abacus in the place of the CPU, with some of it replaced."""
-    defaults = {"printer": abacus.print_abacus, "runtime": RUNTIME, "language": abacus.LANGUAGE, "lines": LINES}
-    return devices.scoped_registration(others.pop("spec", abacus.SPEC), **{**defaults, **others})
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import fxwrap
 from fxwrap import Options
 from fxwrap.errors import InputError
-from tests.devices.test_devices import on_abacus
+from tests.devices.registration import on_abacus
 
 Function = Callable[[Tensor], Tensor]
 

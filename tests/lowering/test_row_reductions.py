@@ -16,7 +16,7 @@ import fxwrap
 from fxwrap import Options
 from fxwrap.devices import CPU
 from fxwrap.lines import Alloc, ExternCall, Launch
-from tests.devices.test_devices import on_abacus
+from tests.devices.registration import on_abacus
 from tests.lowering.planned_programs import STRICT, plan
 from tests.lowering.test_matmul_fusion import GENERATED, lowered
 

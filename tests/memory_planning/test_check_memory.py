@@ -17,11 +17,11 @@ from fxwrap.errors import MemoryCheckError, PlanningError
 from fxwrap.memory_planning import apply_plan, check_plan, plan_from_json, plan_memory, plan_to_json
 from fxwrap.options import EMITTERS, Options
 from fxwrap.wrapper_ir import Program
-from tests.converters.test_random_programs import assert_same
 from tests.memory_planning.programs import RULES, cache_line, parsed
 from tests.support.long_form import sample_size
 from tests.support.samples import SAMPLES, Sample
 from tests.support.strategies.programs import RandomProgram, random_programs
+from tests.support.value_equality import assert_same
 
 CHAIN = parsed(RULES["allocations_of_one_device_share_a_pool"])
 

@@ -15,10 +15,10 @@ from fxwrap.options import PLANNERS
 from fxwrap.passes.reorder import reorder_for_peak_memory
 from fxwrap.symbolic import Number
 from fxwrap.wrapper_ir import Program, all_effects, live_bytes, verify
-from tests.converters.test_random_programs import assert_same
 from tests.memory_planning.programs import cache_line, one, with_terms
 from tests.support.long_form import sample_size
 from tests.support.strategies.programs import RandomProgram, random_programs
+from tests.support.value_equality import assert_same
 
 SLOW = settings(max_examples=sample_size(25), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 COMPILED = settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

@@ -17,11 +17,11 @@ from fxwrap.compile import emit
 from fxwrap.lines import CallFunction, ExternCall, ReadItem
 from fxwrap.passes.partition import CaptureCheck, partition
 from fxwrap.wrapper_ir import LineBase, Ownership, Program, canonicalize_program, print_line, verify
-from tests.converters.test_random_programs import assert_same
 from tests.memory_planning.programs import parsed
 from tests.runtime.cuda_graphs.cpu_graph_capturer import cpu_with_graph_capture
 from tests.support.long_form import sample_size
 from tests.support.strategies.programs import RandomProgram, random_programs
+from tests.support.value_equality import assert_same
 
 _CPU = torch.device("cpu")
 

@@ -12,10 +12,10 @@ from fxwrap.lines import Reuse
 from fxwrap.passes.reuse import reuse_memory
 from fxwrap.testing import assert_emitters_agree
 from fxwrap.wrapper_ir import Program, live_bytes, verify
-from tests.converters.test_random_programs import assert_same
 from tests.memory_planning.programs import RULES, parsed
 from tests.support.long_form import sample_size
 from tests.support.strategies.programs import RandomProgram, random_programs
+from tests.support.value_equality import assert_same
 
 
 def _reused(program: Program) -> list[tuple[str, str]]:

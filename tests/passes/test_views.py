@@ -12,11 +12,11 @@ import fxwrap
 from fxwrap.lines import View
 from fxwrap.passes import fold_views
 from fxwrap.wrapper_ir import Program
-from tests.converters.test_random_programs import assert_same
 from tests.support.golden import check_golden, read_section, sections
 from tests.support.long_form import sample_size
 from tests.support.samples import SAMPLES
 from tests.support.strategies.programs import RandomProgram, random_programs
+from tests.support.value_equality import assert_same
 
 GOLDENS = Path(__file__).parent / "golden"
 RULES = sorted(path.stem for path in GOLDENS.glob("fold_views_*.txt"))

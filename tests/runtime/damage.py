@@ -28,7 +28,7 @@ import torch
 import fxwrap
 from fxwrap.errors import FxwrapError
 from fxwrap.runtime.native import build_bridge
-from tests.artifact.test_bad_files import archive_of, entries_of, with_manifest_entry
+from tests.artifact.archives import archive_of, entries_of, with_manifest_entry
 from tests.compile_cache.graphs import graph, inputs, layer
 from tests.runtime.copying_compiler import write_compiler
 

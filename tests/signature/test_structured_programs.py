@@ -20,7 +20,7 @@ import fxwrap
 from fxwrap.errors import ArtifactError, GraphError, InputError
 from fxwrap.options import EMITTERS, Options
 from fxwrap.wrapper_ir import Ownership
-from tests.artifact.test_bad_files import archive_of, entries_of, with_manifest
+from tests.artifact.archives import archive_of, entries_of, with_manifest
 from tests.support.child_processes import run_python
 
 emitters = pytest.mark.parametrize("emitter", EMITTERS)

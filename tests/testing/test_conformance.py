@@ -18,7 +18,7 @@ from fxwrap.devices import DeviceRuntime, KernelRuntime, registered_spec
 from fxwrap.errors import CommandError, DeviceError, FxwrapError
 from fxwrap.testing.conformance import CASES, GROUPS, ConformanceCase, run_case, run_conformance
 from tests.devices import abacus, abacus_runtime
-from tests.devices.test_devices import on_abacus
+from tests.devices.registration import on_abacus
 from tests.support.child_processes import run_python
 from tests.support.long_form import LONG
 

@@ -25,7 +25,7 @@ from fxwrap.lines import StartCollective
 from fxwrap.options import Options
 from fxwrap.training.data_parallel import with_functional_collectives
 from tests.support.jobs import fake_job
-from tests.training.test_errors import Trainer
+from tests.training.trainer import Trainer
 
 OPTIONS = Options(emitter="python", bucket_collectives=False)
 X = torch.ones(4, 8)

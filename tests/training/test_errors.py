@@ -15,67 +15,16 @@ import fxwrap
 from fxwrap.errors import InputError, StepError
 from fxwrap.options import Options
 from tests.support.jobs import fake_job
+from tests.training.trainer import Trainer
 
 OPTIONS = Options(emitter="python")
 X = torch.ones(4, 8)
 
 
-class Trainer:
-    """A model and an optimizer with a Python counter."""
-
-    def __init__(self, make_optimizer: Callable[..., Any] = torch.optim.AdamW, **options: Any) -> None:
-        self.model = nn.Linear(8, 4)
-        self.optimizer = make_optimizer(self.model.parameters(), **options)
-        self.average = torch.zeros(())
-        self.calls = 0
-
-    def update(self, loss: Tensor) -> Tensor:
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
-    def step(self, x: Tensor) -> Tensor:
-        return self.update(self.model(x).square().sum())
-
-    def branch(self, x: Tensor) -> Tensor:
-        loss = self.model(x).sum()
-        return self.update(loss * 2 if loss > 0 else loss)
-
-    def count(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.step(x)
-
-    def keep_gradients(self, x: Tensor) -> Tensor:
-        loss = self.model(x).sum()
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
-    def number(self, x: Tensor) -> float:
-        return self.step(x).item()
-
-    def fail(self, x: Tensor) -> Tensor:
-        raise ValueError("the model's own")
-
-    def with_closure(self, x: Tensor) -> Any:
-        def closure() -> Tensor:
-            self.optimizer.zero_grad()
-            loss = self.model(x).square().sum()
-            loss.backward()
-            return loss
-
-        return self.optimizer.step(closure)
-
-    def smooth(self, x: Tensor) -> Tensor:
-        self.average = 0.5 * self.average + self.step(x)
-        return self.average
-
-
 @pytest.mark.parametrize(
     ("step", "text"),
     [
-        (Trainer().branch, r"test_errors.py:\d+\): its Python code depends on the content of a tensor"),
+        (Trainer().branch, r"trainer.py:\d+\): its Python code depends on the content of a tensor"),
         (Trainer().count, "it changes 'self.calls': Python numbers are constants"),
         (Trainer().keep_gradients, "it adds gradients to those of the call before, of 2 parameters"),
         (Trainer().number, "it returns a number that it reads from a tensor"),

@@ -21,7 +21,7 @@ from tests.distributed.cases import Mlp, simple_fsdp
 from tests.support.jobs import fake_job
 from tests.training.saved_step import train
 from tests.training.steps import mlp, square_step
-from tests.training.test_errors import Trainer
+from tests.training.trainer import Trainer
 
 OPTIONS = Options(emitter="python")
 X = torch.ones(4, 8)

@@ -16,7 +16,7 @@ from torch.fx.passes.runtime_assert import insert_deferred_runtime_asserts
 import fxwrap
 from fxwrap import Options
 from fxwrap.torch_compat import find_shape_env
-from tests.devices.test_devices import on_abacus
+from tests.devices.registration import on_abacus
 from tests.support.versions import fails_before
 
 aten = torch.ops.aten
