@@ -24,6 +24,9 @@ __all__ = ["report_page"]
 
 _LANGUAGES = ("python", "cpp", "fx")
 
+_SCRIPTS = ("code.js", "sections.js", "page.js")
+"""The parts of the page's script: texts in panes; the sections beside them; the choice among these."""
+
 
 def report_page(graphs: Sequence[ReportContent], title: str) -> str:
     """Returns the HTML page of some compiled graphs, which needs no other file and no network."""
@@ -31,7 +34,8 @@ def report_page(graphs: Sequence[ReportContent], title: str) -> str:
     # "</script>" must not end the element, and U+2028 is no JSON
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", "\\u2028")
     page = _file("page.html")
-    parts = {"TITLE": html.escape(title), "STYLE": _file("page.css"), "SCRIPT": _file("page.js"), "DATA": text}
+    script = "".join(map(_file, _SCRIPTS))
+    parts = {"TITLE": html.escape(title), "STYLE": _file("page.css"), "SCRIPT": script, "DATA": text}
     return re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], page)
 
 
