@@ -143,8 +143,9 @@ class _BoundFinder:
     def _positive(self, position: int) -> float | None:
         """Returns the value of a constant that is positive and finite."""
         operation = self.kernel.operations[position]
-        is_positive = isinstance(operation, Constant) and 0 < operation.value < math.inf
-        return float(operation.value) if is_positive else None
+        if isinstance(operation, Constant) and 0 < operation.value < math.inf:
+            return float(operation.value)
+        return None
 
     def _is_asserted(self, bound: AxisBound) -> bool:
         """Whether an assertion checks positions beyond a bound."""
