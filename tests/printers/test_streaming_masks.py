@@ -20,7 +20,7 @@ from fxwrap.printers.triton.streaming_configuration import streaming_configurati
 from fxwrap.runtime.kernels import load_kernel
 from tests.fx_passes.test_attention_backward import OPTIONS as TRAINED
 from tests.fx_passes.test_recognize_attention import OPTIONS
-from tests.lowering.planned_programs import Planned, plan
+from tests.lowering.planned_programs import Planned, plan, printed_launch
 from tests.printers.test_triton_printer_compile import compiled as compiled_for_gpu
 
 BATCH, HEADS, WIDTH, WINDOW = 2, 2, 16, 70
@@ -140,21 +140,25 @@ def test_blocks(form: str, keys: int, branches: bool) -> None:
 
 
 @pytest.mark.parametrize("form", ["padded", "padded band"])
-def test_masked_blocks_are_read_for_rows_without_other_keys_only(form: str) -> None:
+@pytest.mark.parametrize("language", ["triton", "cpp"])
+def test_masked_blocks_are_read_for_rows_without_other_keys_only(form: str, language: str) -> None:
     """Masked keys and values are NaN: rows that see none of them have no NaN."""
     query, key, value, _ = _operands(256, torch.float32)
-    inputs = [query, key, value, torch.tensor([0, 70])]
+    inputs = [query, key, value, torch.tensor([0, 64])]
     planned = plan(make_fx(FORMS[form])(*inputs), inputs, OPTIONS)
-    key[:, :, 160:], value[:, :, 160:] = torch.nan, torch.nan
+    key[:, :, 192:], value[:, :, 192:] = torch.nan, torch.nan
 
     def run(kernel: Kernel, buffers: dict[str, Tensor], numbers: dict[str, int]) -> None:
-        _run_in_blocks(kernel, buffers, row_block=32)
+        if language == "cpp":
+            printed_launch([planned], "cpp")(kernel, buffers, numbers)
+        else:
+            _run_in_blocks(kernel, buffers, row_block=32)
 
     (result,) = planned.run([item.clone() for item in inputs], run)
-    exact = FORMS[form](*[item[:, :, :160].double() for item in inputs[:3]], inputs[3])
-    torch.testing.assert_close(result[0, :, :160].double(), exact[0], rtol=1e-5, atol=1e-5)
+    exact = FORMS[form](*[item[:, :, :192].double() for item in inputs[:3]], inputs[3])
+    torch.testing.assert_close(result[0, :, :192].double(), exact[0], rtol=1e-5, atol=1e-5)
     assert result[1, :, :64].isnan().all()  # rows that see no key: all keys have equal weights
-    torch.testing.assert_close(result[1, :, 96:160].double(), exact[1, :, 96:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result[1, :, 64:192].double(), exact[1, :, 64:], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", ["infinity", "band", "biased", "padded", "padded band"])

@@ -10,7 +10,18 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from fxwrap.loop_ir import ZERO, Axis, AxisBound, Contraction, KernelError, Load, StreamingReduction, as_index, assume
+from fxwrap.loop_ir import (
+    FAR_ABOVE_LOWEST,
+    ZERO,
+    Axis,
+    AxisBound,
+    Contraction,
+    KernelError,
+    Load,
+    StreamingReduction,
+    as_index,
+    assume,
+)
 from fxwrap.printers.cpp.loop_plan import LoopPlan
 from fxwrap.printers.cpp.loops import LoopPrinter, loop_head
 from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
@@ -117,16 +128,46 @@ class StreamingLoopPrinter(LoopPrinter):
         with ExitStack() as stack:
             for number, axis in enumerate(axes):
                 start, end, name, step = "0", print_size(axis.size), axis.name, f"++{axis.name}"
-                for bound in self.parts.bounds:
-                    if bound.axis == axis:
-                        limit = self._limit(bound, [*self.outer, *axes[:number]], known)
-                        start = f"fxwrap::max<int64_t>({start}, {limit})" if bound.is_lower else start
-                        end = end if bound.is_lower else f"fxwrap::min<int64_t>({end}, {limit})"
+                bounds = [bound for bound in self.parts.bounds if bound.axis == axis]
+                start, end = self._within(bounds, [*self.outer, *axes[:number]], start, end, known)
                 if axis == self.inner:
                     name, step = f"{axis.name}_0", f"{axis.name}_0 += {self.keys}"
+                if self.parts.lowest_masks and len(axes) == 1:
+                    start, end = stack.enter_context(self._far_loop(start, end, known))
                 head = f"for (int64_t {name} = {start}, {axis.name}_end = {end}; {name} < {axis.name}_end; {step})"
                 stack.enter_context(self.writer.nest([head]))
             yield known
+
+    def _within(
+        self, bounds: Iterable[AxisBound], axes: Sequence[Axis], start: str, end: str, known: EmittedValues
+    ) -> tuple[str, str]:
+        """Writes the limits of bounds of an axis; returns the texts of the first position within them and the end."""
+        for bound in bounds:
+            limit = self._limit(bound, axes, known)
+            start = f"fxwrap::max<int64_t>({start}, {limit})" if bound.is_lower else start
+            end = end if bound.is_lower else f"fxwrap::min<int64_t>({end}, {limit})"
+        return start, end
+
+    @contextmanager
+    def _far_loop(self, start: str, end: str, known: EmittedValues) -> Iterator[tuple[str, str]]:
+        """Opens a loop over positions within the lowest masks, then those before and after them where a row needs any.
+
+        Yields the texts of the first position of a part and of its end.
+        """
+        line = self.writer.line
+        line(f"const int64_t first = {start}, last = fxwrap::max<int64_t>(first, {end});")
+        near_start, near_end = self._within(self.parts.lowest_masks, self.outer, "first", "last", known)
+        line(f"const int64_t near_start = fxwrap::min<int64_t>({near_start}, last);")
+        line(f"const int64_t near_end = fxwrap::max<int64_t>(near_start, {near_end});")
+        with self.writer.block("for (int part = 0; part < 3; ++part)"):
+            with self.writer.block("if (part == 1)"):
+                line(f"{self.type} least = maxima[0];")
+                with self.writer.nest([f"for (int lane = 1; lane < {self.lanes}; ++lane)"]):
+                    line("least = maxima[lane] < least ? maxima[lane] : least;")
+                line(f"if (least > {self.type}({FAR_ABOVE_LOWEST})) break;")
+            line("const int64_t part_start = part == 0 ? near_start : part == 1 ? first : near_end;")
+            line("const int64_t part_end = part == 0 ? near_end : part == 1 ? near_start : last;")
+            yield "part_start", "part_end"
 
     def _limit(self, bound: AxisBound, axes: Sequence[Axis], known: EmittedValues) -> str:
         """Writes the limit of a bound for a tile of rows, where axes have indices; returns its text."""
