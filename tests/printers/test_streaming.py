@@ -237,7 +237,7 @@ def test_configurations_follow_from_the_form_of_a_kernel() -> None:
     """Few rows of half precision have blocks of their own, and only half precision limits registers."""
     half = [attention_kernel(rows=rows, keys=512, width=64, dtype=torch.float16) for rows in (4, 512)]
     decoding, prefill = [streaming_configurations(kernel, int) for kernel in half]
-    assert decoding[0].row_block == 16 and not decoding[0].branches
+    assert decoding[0].row_block == 16 and not (decoding[0].branches or decoding[0].splits)  # a loop waits at its end
     assert prefill[0].max_registers and not prefill[0].branches and prefill[-1].branches  # it has a bias
     wide = attention_kernel(rows=512, keys=512, width=128, dtype=torch.float16)  # with a bias
     assert not streaming_configurations(wide, int)[0].branches

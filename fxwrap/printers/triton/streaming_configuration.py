@@ -63,6 +63,7 @@ def streaming_configurations(
             num_stages=stages,
             max_registers=registers,
             branches=branches,
+            splits=rows > _FEW_ROWS,
             half_products=not interpreted,
         )
         for r, k, warps, stages, registers in table[min(max(width, 64), max(table))]
