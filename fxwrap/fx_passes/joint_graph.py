@@ -18,19 +18,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxwrap.fx_passes.compared_maxima import save_compared_elements
 from fxwrap.fx_passes.cse import common_subexpressions
-from fxwrap.fx_passes.effects import expand_to_rank
 from fxwrap.fx_passes.expert_loops import group_expert_loops_in_joint_graph
 from fxwrap.fx_passes.flex_attention import drop_unread_block_lists
-from fxwrap.fx_passes.graph_copy import (
-    CallResults,
-    can_propagate_fake,
-    expressions_of,
-    is_contiguous,
-    run_on_fakes,
-    storages_of,
-)
+from fxwrap.fx_passes.graph_copy import CallResults, can_propagate_fake, run_on_fakes, storages_of
 from fxwrap.fx_passes.joint_backward import operators_of_options
+from fxwrap.fx_passes.joint_graph_builder import HALF, JointGraphBuilder
 from fxwrap.fx_passes.matmuls import is_outer_product
+from fxwrap.fx_passes.pooling_offsets import save_window_offsets
 from fxwrap.fx_passes.prepared_graph import Target
 from fxwrap.fx_passes.recognize_attention import recognize_attention_in_joint_graph
 from fxwrap.fx_passes.recomputed_dropout import recompute_dropout
@@ -40,7 +34,6 @@ from fxwrap.options import Options, Step, enabled_steps
 from fxwrap.torch_compat import FakeTensor, min_cut_partitioner, storage_identity, without_fake_mode
 
 _aten = torch.ops.aten
-_HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def partitioner(options: Options) -> Callable[..., object]:
@@ -100,7 +93,7 @@ def _decompose(
         if decomposition is None or str(node.target) in excluded or not _is_plain(node):
             continue
         spec = specs.get(node.meta["val"].device.type)
-        builder = _NodeBuilder(joint.graph, node, results, row_sums, spec is not None and spec.massively_parallel)
+        builder = JointGraphBuilder(joint.graph, node, results, row_sums, spec is not None and spec.massively_parallel)
         result = decomposition(builder, *node.args)
         result = None if result is None else builder.with_strides(result)
         if result is not None:
@@ -147,86 +140,12 @@ def _is_plain(node: Node) -> bool:
     return result.ndim > 0 and all(type(size) is not int or size > 0 for size in result.shape)
 
 
-class _NodeBuilder:
-    """Inserts calls before a node, with its metadata.
-
-    Attributes:
-        replaced: the node's fake value.
-        results: the fake results of calls.
-        row_sums: nodes of the row sums of some matrices, for sums that need no reduction.
-        gathers_pool_gradients: whether the backward of a pooling gathers gradients on the node's device.
-    """
-
-    def __init__(
-        self, graph: Graph, node: Node, results: CallResults, row_sums: dict[Node, Node], gathers_pool_gradients: bool
-    ) -> None:
-        self._graph = graph
-        self._node = node
-        self.results = results
-        self.replaced: FakeTensor = node.meta["val"]
-        self.row_sums = row_sums
-        self.gathers_pool_gradients = gathers_pool_gradients
-
-    def call(self, target: Target, *arguments: Any, **keywords: Any) -> Node:
-        """Returns a new call."""
-        with self._graph.inserting_before(self._node):
-            call = self._graph.call_function(target, arguments, keywords)
-        fakes = {operand: operand.meta["val"] for operand in call.all_input_nodes}
-        call.meta = {**self._node.meta, "val": self.results.run(call, fakes, self.replaced)}
-        return call
-
-    @property
-    def has_softmax_backward(self) -> bool:
-        """Whether the gradient of a softmax reads the node."""
-        return any(user.target is _aten._softmax_backward_data.default for user in self._node.users)
-
-    def cast(self, operand: Node, dtype: torch.dtype) -> Node:
-        """Returns an operand in a dtype."""
-        is_same = operand.meta["val"].dtype == dtype
-        return operand if is_same else self.call(_aten._to_copy.default, operand, dtype=dtype)
-
-    def upcast(self, operand: Node) -> Node:
-        """Returns an operand in the dtype in which operators compute: float32 for half precision."""
-        return self.cast(operand, torch.float32) if operand.meta["val"].dtype in _HALF else operand
-
-    def change_row_length(self, index: Node, length: int, new_length: int) -> Node:
-        """Returns the flat index of the same row and column in a matrix with another row length."""
-        row = self.call(_aten.div.Tensor_mode, index, length, rounding_mode="floor")
-        column = self.call(_aten.remainder.Scalar, index, length)
-        return self.call(_aten.add.Tensor, self.call(_aten.mul.Tensor, row, new_length), column)
-
-    def one_minus(self, value: Node) -> Node:
-        """Returns 1 - value."""
-        return self.call(_aten.add.Tensor, self.call(_aten.neg.default, value), 1)
-
-    def result(self, value: Node) -> Node:
-        """Returns a value in the node's dtype."""
-        return self.cast(value, self.replaced.dtype)
-
-    def with_strides(self, value: Node) -> Node | None:
-        """Returns a value with the node's strides, which views of the result rely on; None if no copy has them.
-
-        Operators on elements keep the strides of their operands; a softmax, for one, is contiguous.
-        """
-        if _orders_elements_alike(value.meta["val"], self.replaced):
-            return value
-        if not is_contiguous(self.replaced):
-            return None
-        return self.call(_aten.clone.default, value, memory_format=torch.contiguous_format)
-
-
-def _orders_elements_alike(one: FakeTensor, other: FakeTensor) -> bool:
-    """Whether two tensors of one shape have equal strides, but for those of dimensions of size 1."""
-    pairs = zip(expressions_of(one.shape), expressions_of(one.stride()), expressions_of(other.stride()), strict=True)
-    return all(size == 1 or stride == other_stride for size, stride, other_stride in pairs)
-
-
-def _log_softmax(builder: _NodeBuilder, x: Node, dim: int, _half_to_float: bool) -> Node:
+def _log_softmax(builder: JointGraphBuilder, x: Node, dim: int, _half_to_float: bool) -> Node:
     shifted, _, total = _exponentials(builder, x, dim)
     return builder.result(builder.call(_aten.sub.Tensor, shifted, builder.call(_aten.log.default, total)))
 
 
-def _exponentials(builder: _NodeBuilder, x: Node, dim: int) -> tuple[Node, Node, Node]:
+def _exponentials(builder: JointGraphBuilder, x: Node, dim: int) -> tuple[Node, Node, Node]:
     """Returns the elements minus their largest one along a dimension, the exponentials of these, and their sum."""
     x = builder.upcast(x)
     shifted = builder.call(_aten.sub.Tensor, x, builder.call(_aten.amax.default, x, [dim], True))
@@ -234,9 +153,9 @@ def _exponentials(builder: _NodeBuilder, x: Node, dim: int) -> tuple[Node, Node,
     return shifted, exponentials, builder.call(_aten.sum.dim_IntList, exponentials, [dim], True)
 
 
-def _wide_softmax(builder: _NodeBuilder, x: Node, dim: int, half_to_float: bool) -> Node | None:
+def _wide_softmax(builder: JointGraphBuilder, x: Node, dim: int, half_to_float: bool) -> Node | None:
     """A softmax in float32 of elements in half precision, whose backward reads it."""
-    is_cast = x.target is _aten._to_copy.default and x.all_input_nodes[0].meta["val"].dtype in _HALF
+    is_cast = x.target is _aten._to_copy.default and x.all_input_nodes[0].meta["val"].dtype in HALF
     is_wide = (half_to_float or is_cast) and builder.replaced.dtype == torch.float32
     if not (is_wide and builder.has_softmax_backward):
         return None
@@ -244,7 +163,9 @@ def _wide_softmax(builder: _NodeBuilder, x: Node, dim: int, half_to_float: bool)
     return builder.result(builder.call(_aten.div.Tensor, exponentials, total))
 
 
-def _log_softmax_backward(builder: _NodeBuilder, gradient: Node, output: Node, dim: int, _dtype: torch.dtype) -> Node:
+def _log_softmax_backward(
+    builder: JointGraphBuilder, gradient: Node, output: Node, dim: int, _dtype: torch.dtype
+) -> Node:
     row_sum = builder.row_sums.get(gradient) if dim in (1, -1) else None
     gradient = builder.upcast(gradient)
     if row_sum is None:
@@ -255,7 +176,7 @@ def _log_softmax_backward(builder: _NodeBuilder, gradient: Node, output: Node, d
     return builder.result(builder.call(_aten.sub.Tensor, gradient, weighted))
 
 
-def _activation_backward(builder: _NodeBuilder, gradient: Node, output: Node, is_tanh: bool) -> Node:
+def _activation_backward(builder: JointGraphBuilder, gradient: Node, output: Node, is_tanh: bool) -> Node:
     """Multiplies the gradient by the slope: 1 - y*y for y = tanh(x), y * (1 - y) for y = sigmoid(x)."""
     output = builder.upcast(output)
     if is_tanh:
@@ -265,7 +186,7 @@ def _activation_backward(builder: _NodeBuilder, gradient: Node, output: Node, is
     return builder.result(builder.call(_aten.mul.Tensor, builder.upcast(gradient), slope))
 
 
-def _threshold_backward(builder: _NodeBuilder, gradient: Node, output: Node, threshold: float) -> Node | None:
+def _threshold_backward(builder: JointGraphBuilder, gradient: Node, output: Node, threshold: float) -> Node | None:
     """Which elements are zero is a byte for each, which may be saved instead of a wider result of a relu.
 
     Results that the graph returns, and inputs of relus, are in memory anyway: there a mask would be more to store, and
@@ -294,7 +215,7 @@ _ELEMENT_COPIES: frozenset[Target] = frozenset({
 
 
 def _nll_loss_backward(
-    builder: _NodeBuilder, gradient: Node, scores: Node, target: Node, weight: Node | None, reduction: int,
+    builder: JointGraphBuilder, gradient: Node, scores: Node, target: Node, weight: Node | None, reduction: int,
     ignore_index: int, total_weight: Node,
 ) -> Node | None:  # fmt: skip
     """A row's gradient is one number at its class, so the backward needs no scores."""
@@ -320,13 +241,13 @@ def _nll_loss_backward(
 _NONE, _MEAN = 0, 1
 
 
-def _outer_product(builder: _NodeBuilder, left: Node, right: Node) -> Node | None:
+def _outer_product(builder: JointGraphBuilder, left: Node, right: Node) -> Node | None:
     """A matmul over one term is a multiplication, which is cheap to recompute."""
     is_outer = is_outer_product(left.meta["val"], right.meta["val"], builder.replaced)
     return builder.call(_aten.mul.Tensor, left, right) if is_outer else None
 
 
-def _repeated_cat(builder: _NodeBuilder, tensors: Sequence[Node], dim: int = 0) -> Node | None:
+def _repeated_cat(builder: JointGraphBuilder, tensors: Sequence[Node], dim: int = 0) -> Node | None:
     """A concatenation of one tensor with itself is an expanded copy, which torch's partitioner recomputes."""
     shape, result = tensors[0].meta["val"].shape, builder.replaced
     if len({*tensors}) > 1 or not all(type(size) is int for size in shape) or not result.is_contiguous():
@@ -336,34 +257,6 @@ def _repeated_cat(builder: _NodeBuilder, tensors: Sequence[Node], dim: int = 0) 
     repeated = builder.call(_aten.expand.default, repeated, [*shape[:dim], len(tensors), *shape[dim:]])
     copied = builder.call(_aten.clone.default, repeated, memory_format=torch.contiguous_format)
     return builder.call(_aten.view.default, copied, list(result.shape))
-
-
-def _max_pool_backward(
-    builder: _NodeBuilder, gradient: Node, x: Node, kernel: Sequence[int], stride: Sequence[int],
-    padding: Sequence[int], dilation: Sequence[int], ceil_mode: bool, indices: Node,
-) -> Node | None:  # fmt: skip
-    """The forward saves each maximum's offset within its window in a byte; the backward computes the plane's index."""
-    row = x.meta["val"].shape[-1]
-    counts = gradient.meta["val"].shape[-2:]
-    options = (kernel, stride or kernel, padding, dilation)
-    (height, width), steps, pads, dilations = [expand_to_rank(option, 2) for option in options]
-    is_supported = all(type(size) is int for size in (row, *counts)) and {*dilations} == {1}
-    if not builder.gathers_pool_gradients or not is_supported or width > row or height * width > _MAX_INT8_WINDOW:
-        return None
-    down, across = [
-        builder.call(_aten.arange.start_step, -pad, count * step - pad, step, device=x.meta["val"].device)
-        for count, step, pad in zip(counts, steps, pads, strict=True)
-    ]
-    down = builder.call(_aten.mul.Tensor, builder.call(_aten.unsqueeze.default, down, 1), row)
-    first = builder.call(_aten.add.Tensor, down, across)  # of each window; it may be in the padding
-    offset = builder.change_row_length(builder.call(_aten.sub.Tensor, indices, first), row, width)
-    offset = builder.cast(builder.cast(offset, torch.int8), torch.int64)
-    restored = builder.call(_aten.add.Tensor, first, builder.change_row_length(offset, width, row))
-    arguments = gradient, x, kernel, stride, padding, dilation, ceil_mode, restored
-    return builder.call(_aten.max_pool2d_with_indices_backward.default, *arguments)
-
-
-_MAX_INT8_WINDOW = 128
 
 
 def _norm_result(graph: Graph, result: Node, results: CallResults) -> Node | None:
@@ -381,8 +274,8 @@ def _norm_result(graph: Graph, result: Node, results: CallResults) -> Node | Non
         return None
     if is_group_norm and type(x.meta["val"].shape[1]) is not int:
         return None  # how many channels a group has is known at run time only
-    builder = _NodeBuilder(graph, result, results, {}, False)
-    if is_group_norm and result.meta["val"].dtype in _HALF:
+    builder = JointGraphBuilder(graph, result, results, {}, False)
+    if is_group_norm and result.meta["val"].dtype in HALF:
         statistics = _float32_group_statistics(builder, norm)
     else:
         statistics = [builder.call(operator.getitem, norm, number) for number in (1, 2)] if position == 0 else None
@@ -400,12 +293,12 @@ def _norm_result(graph: Graph, result: Node, results: CallResults) -> Node | Non
     return builder.with_strides(builder.result(value))
 
 
-def _per_channel(builder: _NodeBuilder, x: Node, item: Node) -> Node:
+def _per_channel(builder: JointGraphBuilder, x: Node, item: Node) -> Node:
     """Returns a number for each channel in a shape that broadcasts to x."""
     return builder.call(_aten.view.default, builder.upcast(item), [-1, *[1] * (x.meta["val"].ndim - 2)])
 
 
-def _per_sample_channel(builder: _NodeBuilder, x: Node, item: Node) -> Node:
+def _per_sample_channel(builder: JointGraphBuilder, x: Node, item: Node) -> Node:
     """Returns a number for each group of channels of each sample in a shape that broadcasts to x."""
     samples, channels, *spatial = x.meta["val"].shape
     width = channels // item.meta["val"].shape[1]
@@ -415,7 +308,7 @@ def _per_sample_channel(builder: _NodeBuilder, x: Node, item: Node) -> Node:
     return builder.call(_aten.view.default, copied, sizes)
 
 
-def _float32_group_statistics(builder: _NodeBuilder, norm: Node) -> list[Node] | None:
+def _float32_group_statistics(builder: JointGraphBuilder, norm: Node) -> list[Node] | None:
     """Returns the mean and 1 / std of a group norm of half precision in float32; its own results are rounded."""
     arguments: Any = norm.args
     x, epsilon, groups = arguments[0], arguments[7], arguments[6]
@@ -467,7 +360,8 @@ _DECOMPOSITIONS: Mapping[Target, Callable[..., Node | None]] = {
     _aten.mm.default: _outer_product,
     _aten.bmm.default: _outer_product,
     _aten.cat.default: _repeated_cat,
-    _aten.max_pool2d_with_indices_backward.default: _max_pool_backward,
+    _aten.max_pool2d_with_indices_backward.default: save_window_offsets,
+    _aten.max_pool3d_with_indices_backward.default: save_window_offsets,
 }
 """Decompositions; one that returns None leaves the call as it is."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import functorch.compile
@@ -16,7 +15,6 @@ from torch._functorch import partitioners
 from torch.nn import functional as F
 
 import fxwrap
-from fxwrap.devices import CPU
 from fxwrap.errors import GraphError
 from fxwrap.fx_passes import joint_graph
 from fxwrap.lines import Return
@@ -281,35 +279,6 @@ def test_fused() -> None:
     wide, _ = run(mean_reduction, torch.float64, None)
     actual, _ = run(mean_reduction, torch.float32, {"emitter": "python"})
     torch.testing.assert_close(in_double(actual), in_double(wide), rtol=1e-5, atol=1e-5)
-
-
-POOLS = [(3, 2, 1, False), ((2, 3), None, (0, 1), False), (3, (1, 2), 1, True), ((1, 2), 2, 0, True)]
-"""Windows, steps, paddings, and whether a last window may go beyond."""
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("kernel", "stride", "padding", "ceil"), POOLS)
-def test_max_pooling_saves_one_byte_per_index(kernel: Any, stride: Any, padding: Any, ceil: bool) -> None:
-    """Where a backward looks for its gradients; with maxima that occur twice, and one that is no number."""
-
-    def pool(x: Tensor) -> Tensor:
-        return F.max_pool2d(x.sin(), kernel, stride, padding, ceil_mode=ceil) * 2
-
-    programs: list[fxwrap.Program] = []
-    options = {
-        "emitter": "python",
-        "devices": [replace(CPU, massively_parallel=True)],
-        "passes": (collecting_pass(programs),),
-    }
-    x = torch.randint(0, 4, (2, 3, 7, 9), generator=torch.Generator().manual_seed(0)).double()
-    x[1, 2, 3, 3] = torch.nan
-    gradients = []
-    for function in (pool, torch.compile(pool, backend="fxwrap", fullgraph=True, options=options)):
-        x = x.detach().requires_grad_()
-        function(x).sum().backward()
-        gradients.append(x.grad)
-    torch.testing.assert_close(*gradients, equal_nan=True)
-    assert [item.dtype for item in returned_types(programs[0]) if not item.dtype.is_floating_point] == [torch.int8]
 
 
 def outer_product(x: Tensor, y: Tensor) -> Tensor:

@@ -67,14 +67,27 @@ def test_a_byte_itself_is_compared(comparison: str, dtype: str, value: str, own:
     assert torch.equal(results(solved, data), results(kernel, data))
 
 
+@pytest.mark.parametrize("comparison", ["eq", "ne"])
+@pytest.mark.parametrize(
+    "own", ["-8*p + q + (q)%(2) + 8*(p)%(3) + 9", "-8*p + q + 2*(q)%(2) + 1"], ids=["two remainders", "one"]
+)
+def test_a_byte_is_compared_with_an_index_of_few_values(comparison: str, own: str) -> None:
+    """As by the backward of a pooling with a stride, whose offsets depend on remainders by it."""
+    kernel = kernel_of("%14 = i64 add %13 %11", own, comparison)
+    solved = compare_small_integers(kernel)
+    assert comparisons(solved) == [torch.int32] and len(solved.operations) < len(kernel.operations)
+    assert torch.equal(results(solved), results(kernel))
+
+
 @pytest.mark.parametrize(
     ("value", "own"),
     [
-        ("%14 = i64 add %1 %11", "-8*p + q"),  # the indices do not cancel out
+        ("%14 = i64 add %1 %11", "-8*p"),  # the indices do not cancel out
         ("%14 = i64 add %13 %10", "-8*p + q + 3"),  # several bytes have this remainder
         ("%14 = i64 add %13 %2", "-8*p + q"),  # nothing depends on a byte
+        ("%14 = i64 add %13 %11", "-8*p + q + 3*(q)%(3)"),  # 0, 3 and none: the bytes are no index
     ],
-    ids=["other indices", "several solutions", "no byte"],
+    ids=["other indices", "several solutions", "no byte", "no index"],
 )
 def test_other_comparisons_stay(value: str, own: str) -> None:
     kernel = kernel_of(value, own)

@@ -19,6 +19,7 @@ from fxwrap.loop_ir import (
     as_index,
     canonicalize_axes,
     compare_small_integers,
+    fold_selected_constants,
     fold_uniform_reductions,
     fuse_segments,
     in_place_candidates,
@@ -246,7 +247,8 @@ def _canonicalize_axes(kernel: Kernel, hint: Callable[[Size], int], is_parallel:
 
     On massively parallel devices, an iteration has a row of a few elements too; on others, vectors have those of rows.
     """
-    kernel = compare_small_integers(canonicalize_axes(fold_uniform_reductions(kernel), hint))
+    kernel = canonicalize_axes(fold_uniform_reductions(kernel), hint)
+    kernel = compare_small_integers(fold_selected_constants(kernel))
     if is_parallel:
         kernel = unroll_short_rows(kernel)
     fused = fuse_segments(kernel, hint, NEAR_BYTES if is_parallel else CACHE_LINE_BYTES)

@@ -20,6 +20,7 @@ from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indice
 from fxwrap.lowering.rules.indexing_common import (
     Condition,
     all_of,
+    index_equal,
     index_greater_equal,
     index_less,
     masked_sum,
@@ -53,12 +54,10 @@ class PoolingWindows:
         input_index = self.input_index(window, offset)
         return all_of(index_greater_equal(reader, input_index, 0), index_less(reader, input_index, self.size))
 
-    def first_in_bounds(self, reader: ElementReader, window: IndexLike) -> Scalar:
-        """Returns the input index of a window's first element that is in the input."""
-        start = reader.body.index(self.input_index(window, 0))
-        if index_greater_equal(reader, self.input_index(window, 0), 0) is True:
-            return start
-        return (start < 0).where(start.apply("integer_remainder", self.dilation), start)
+    @property
+    def max_before_input(self) -> int:
+        """The most elements of a window that are before the input."""
+        return min(-(-self.padding // self.dilation), self.width - 1)
 
     def within_padding(self, reader: ElementReader, window: IndexLike, offset: int) -> Condition:
         """Returns whether element `offset` of a window is in the input or its padding; a window may end beyond both."""
@@ -72,18 +71,29 @@ class PoolingWindows:
 
     @property
     def max_covering_windows(self) -> int:
-        """The most windows that contain one element, without dilation."""
-        return -(-self.width // self.stride)
+        """The most windows from whose first to whose last element one element can be."""
+        return -(-((self.width - 1) * self.dilation + 1) // self.stride)
 
-    def covering_window(self, reader: ElementReader, input_index: IndexLike, number: int) -> tuple[Index, Condition]:
-        """Returns a window that may contain an element, and whether it exists and does; without dilation."""
-        last = (as_index(input_index) + self.padding) // self.stride
-        window = last - number
-        covers = index_less(reader, as_index(input_index) + self.padding, window * self.stride + self.width)
+    def covering_window(self, reader: ElementReader, input_index: IndexLike, number: int) -> CoveringWindow:
+        """Returns the window that is so many windows before the last one that may contain an element."""
+        padded = as_index(input_index) + self.padding
+        last, offset = padded // self.stride, padded % self.stride + number * self.stride
+        covers = index_less(reader, offset, (self.width - 1) * self.dilation + 1)
+        if self.dilation > 1:
+            covers = all_of(covers, index_equal(reader, offset % self.dilation, 0))
         exists = all_of(
             index_greater_equal(reader, last, number), index_less(reader, last, as_index(self.count) + number)
         )
-        return window, all_of(exists, covers)
+        return CoveringWindow(last - number, offset, all_of(exists, covers))
+
+
+@dataclass(frozen=True)
+class CoveringWindow:
+    """A window, the offset of an element from its start, and whether the window exists and contains the element."""
+
+    window: Index
+    offset: Index
+    exists: Condition
 
 
 Plane = tuple[PoolingWindows, ...]
@@ -129,28 +139,49 @@ def _window_max(reader: ElementReader, x: Definition, plane: Plane, indices: Ind
 
     Elements outside the input are the lowest number, which never wins: the maximum of a window without a larger
     element is its first element inside. Halves of a window are independent, so that few operations wait for each other.
+    The position is that of the window's start plus an offset, one of a few constants.
     """
     outer, at = list(indices[: -len(plane)]), indices[-len(plane) :]
     number = -math.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
-    lowest = reader.number(number, x.dtype)
+    offsets = [*_offsets(windows.width for windows in plane)]
 
     def element(offset: tuple[int, ...]) -> tuple[Scalar, Scalar]:
         valid, index = _window_in_bounds(reader, plane, at, offset), _input_indices(plane, at, offset)
-        value = masked_where(reader, valid, partial(reader.load, x, [*outer, *index], number), lambda: lowest)
-        return value, reader.body.index(_flat_index(plane, index))
-
-    firsts = [windows.first_in_bounds(reader, window) for windows, window in zip(plane, at, strict=True)]
-    position = firsts[0]
-    for windows, first in zip(plane[1:], firsts[1:], strict=True):
-        position = position * reader.body.index(windows.size) + first
-    offsets = [*_offsets(windows.width for windows in plane)]
+        load = partial(reader.load, x, [*outer, *index], number)
+        value = masked_where(reader, valid, load, lambda: reader.number(number, x.dtype))
+        return value, _first_offset(reader, plane, at, ()) if offset == offsets[0] else _offset(reader, plane, offset)
 
     def largest(start: int, end: int) -> tuple[Scalar, Scalar]:
         middle = (start + end) // 2
         return element(offsets[start]) if end - start == 1 else _larger(largest(start, middle), largest(middle, end))
 
-    best = largest(0, len(offsets))
-    return best[0], _larger((lowest, position), best)[1]
+    value, offset = largest(0, len(offsets))
+    return value, reader.body.index(_window_start(plane, at)) + offset
+
+
+def _window_start(plane: Plane, at: Indices) -> Index:
+    """Returns the position of a window's first element in a row-major plane, before it where that is in the padding."""
+    return _flat_index(plane, _input_indices(plane, at, (0,) * len(plane)))
+
+
+def _offset(reader: ElementReader, plane: Plane, offset: Sequence[int]) -> Scalar:
+    """Returns how far an element of a window is from the window's first one in a row-major plane."""
+    distances = [as_index(k * windows.dilation) for windows, k in zip(plane, offset, strict=True)]
+    flat = _flat_index(plane, distances)
+    return reader.body.index(flat) if flat.constant is None else reader.number(flat.constant, torch.int64)
+
+
+def _first_offset(reader: ElementReader, plane: Plane, at: Indices, offset: tuple[int, ...]) -> Scalar:
+    """Returns the offset of a window's first element that is in the input, given its leading components."""
+    if len(offset) == len(plane):
+        return _offset(reader, plane, offset)
+    windows, window = plane[len(offset)], at[len(offset)]
+    result = _first_offset(reader, plane, at, (*offset, windows.max_before_input))
+    for k in reversed(range(windows.max_before_input)):
+        is_inside = index_greater_equal(reader, windows.input_index(window, k), 0)
+        first = partial(_first_offset, reader, plane, at, (*offset, k))
+        result = first() if is_inside is True else result if is_inside is False else is_inside.where(first(), result)
+    return result
 
 
 def _larger(best: tuple[Scalar, Scalar], other: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
@@ -177,19 +208,18 @@ def _flat_index(plane: Plane, indices: Sequence[Index]) -> Index:
     return position
 
 
-@lowering_rule("aten.max_pool2d_with_indices_backward.default")
+@lowering_rule("aten.max_pool2d_with_indices_backward.default", "aten.max_pool3d_with_indices_backward.default")
 def _max_pool_backward(call: OperatorCall, grad: Definition, x: Definition) -> LoweringResult:
     positions: Definition = call.bind()["indices"]
-    plane = _pooling_windows(call, x, grad.sizes[-2:])
-    if any(windows.dilation != 1 for windows in plane):
-        raise Declined("its windows have gaps")
+    plane = _pooling_windows(call, x, grad.sizes[-_rank(call) :])
     if not call.spec.massively_parallel:
         raise Declined("on a CPU it is faster to scatter each gradient than to search for it from each element")
 
-    def value(reader: ElementReader, outer: Indices, windows: Indices, input_index: Indices) -> Scalar:
-        chosen = reader.load(positions, [*outer, *windows])
-        own = reader.body.index(_flat_index(plane, [as_index(index) for index in input_index]))
-        return chosen.equals(own).where(reader.load(grad, [*outer, *windows]), 0)
+    def value(reader: ElementReader, outer: Indices, covering: Sequence[CoveringWindow]) -> Scalar:
+        at = [item.window for item in covering]
+        chosen = reader.load(positions, [*outer, *at]) - reader.body.index(_window_start(plane, at))
+        own = reader.body.index(_flat_index(plane, [item.offset for item in covering]))
+        return chosen.equals(own).where(reader.load(grad, [*outer, *at]), 0)
 
     return _sum_over_windows(call, plane, value)
 
@@ -265,9 +295,10 @@ def _average_pool_backward(call: OperatorCall, grad: Definition, x: Definition) 
 
     divisor = _known_count(call, plane)
 
-    def value(reader: ElementReader, outer: Indices, windows: Indices, input_index: Indices) -> Scalar:
-        loaded = reader.load(grad, [*outer, *windows])
-        return loaded if divisor is not None else _divide_by_count(call, reader, loaded, plane, windows)
+    def value(reader: ElementReader, outer: Indices, covering: Sequence[CoveringWindow]) -> Scalar:
+        at = [item.window for item in covering]
+        loaded = reader.load(grad, [*outer, *at])
+        return loaded if divisor is not None else _divide_by_count(call, reader, loaded, plane, at)
 
     return _sum_over_windows(call, plane, value, divisor)
 
@@ -275,25 +306,24 @@ def _average_pool_backward(call: OperatorCall, grad: Definition, x: Definition) 
 def _sum_over_windows(
     call: OperatorCall,
     plane: Plane,
-    value: Callable[[ElementReader, Indices, Indices, Indices], Scalar],
+    value: Callable[[ElementReader, Indices, Sequence[CoveringWindow]], Scalar],
     divisor: float | None = None,
 ) -> LoweringResult:
-    """Returns the divided sum of `value(reader, outer indices, window, input_index)` over the windows of an element."""
+    """Returns the divided sum of `value(reader, outer indices, covering windows)` over the windows of an element."""
     rank = len(plane)
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
         outer, input_index = indices[:-rank], indices[-rank:]
-
-        def term(numbers: tuple[int, ...]) -> tuple[Condition, Callable[[], Scalar]]:
+        terms: list[tuple[Condition, Callable[[], Scalar]]] = []
+        for numbers in _offsets(windows.max_covering_windows for windows in plane):
             covering = [
                 windows.covering_window(reader, index, number)
                 for windows, index, number in zip(plane, input_index, numbers, strict=True)
             ]
-            exists = all_of(*[condition for _, condition in covering])
-            return exists, partial(value, reader, outer, [window for window, _ in covering], input_index)
-
-        numbers = _offsets(windows.max_covering_windows for windows in plane)
-        total = masked_sum(reader, map(term, numbers), call.dtype)
+            exists = all_of(*[item.exists for item in covering])
+            if exists is not False or not terms:
+                terms.append((exists, partial(value, reader, outer, covering)))
+        total = masked_sum(reader, terms, call.dtype)
         return total if divisor is None else total / divisor
 
     return call.define(body)

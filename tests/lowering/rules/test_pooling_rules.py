@@ -50,15 +50,17 @@ def _maxima(rank: int) -> Callable[[torch.dtype], Iterator[Sample]]:
     return samples
 
 
-def _maximum_gradients(dtype: torch.dtype) -> Iterator[Sample]:
-    for sizes, (kernel, stride, padding, ceil) in _windows(2):
+def _maximum_gradients(rank: int, dtype: torch.dtype) -> Iterator[Sample]:
+    for sizes, (kernel, stride, padding, ceil) in _windows(rank):
         x = operand(dtype, *sizes)
-        try:
-            values, positions = aten.max_pool2d_with_indices(x, kernel, stride, padding, 1, ceil)
-        except RuntimeError:  # no window fits
-            continue
-        grad = operand(dtype, *values.shape, seed=1)
-        yield sample(grad, x, kernel, stride, padding, [1, 1], ceil, positions)
+        for dilation in ([1], [2], range(1, rank + 1)):
+            try:
+                forward = getattr(aten, f"max_pool{rank}d_with_indices")
+                values, positions = forward(x, kernel, stride, padding, [*dilation], ceil)
+            except RuntimeError:  # no window fits
+                continue
+            grad = operand(dtype, *values.shape, seed=1)
+            yield sample(grad, x, kernel, stride, padding, [*dilation], ceil, positions)
 
 
 def _averages(rank: int) -> Callable[[torch.dtype], Iterator[Sample]]:
@@ -114,7 +116,7 @@ SAMPLES: dict[str, Callable[[torch.dtype], Iterator[Sample]]] = {
     "aten._adaptive_avg_pool2d_backward.default": _adaptive_gradients(2),
     "aten._adaptive_avg_pool3d_backward.default": _adaptive_gradients(3),
 }
-_MAXIMUM_BACKWARD = "aten.max_pool2d_with_indices_backward.default"
+_MAXIMUM_BACKWARDS = {rank: f"aten.max_pool{rank}d_with_indices_backward.default" for rank in (2, 3)}
 
 _ONLY_FULL = {"aten.avg_pool3d.default", "aten.avg_pool3d_backward.default"}
 """What eager has no half precision kernel for."""
@@ -129,20 +131,22 @@ def test_matches_eager(name: str, dtype: torch.dtype) -> None:
     check_all(name, SAMPLES[name](dtype))
 
 
+@pytest.mark.parametrize("rank", [2, 3])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_maximum_backward(dtype: torch.dtype) -> None:
+def test_maximum_backward(dtype: torch.dtype, rank: int) -> None:
     """The rule for GPUs; on CPUs the operator stays an extern call."""
-    for item in _maximum_gradients(dtype):
-        result = run_rule(_MAXIMUM_BACKWARD, item.arguments, "cuda")
-        exact = aten.max_pool2d_with_indices_backward(*[
+    eager = getattr(aten, f"max_pool{rank}d_with_indices_backward")
+    for item in _maximum_gradients(rank, dtype):
+        result = run_rule(_MAXIMUM_BACKWARDS[rank], item.arguments, "cuda")
+        exact = eager(*[
             argument.double() if isinstance(argument, torch.Tensor) and argument.is_floating_point() else argument
             for argument in item.arguments
         ])  # fmt: skip
-        compare(result, aten.max_pool2d_with_indices_backward(*item.arguments), exact, lambda: str(item.arguments))  # noqa: B023
+        compare(result, eager(*item.arguments), exact, lambda: str(item.arguments))  # noqa: B023
 
 
 def test_every_rule_has_samples() -> None:
-    assert rules_of("pooling") == {*SAMPLES, _MAXIMUM_BACKWARD}
+    assert rules_of("pooling") == {*SAMPLES, *_MAXIMUM_BACKWARDS.values()}
 
 
 def test_declined_calls() -> None:
@@ -151,8 +155,7 @@ def test_declined_calls() -> None:
     assert call_rule(aten._adaptive_avg_pool2d.default, x, [2, 2]) == "its windows have up to 36 elements"
     whole = torch.ones(1, 2, 4, 4, dtype=torch.int64)
     assert call_rule(aten.avg_pool2d.default, whole, [2, 2]) == "its operands are of torch.int64"
-    for dilation, reason in ((2, "its windows have gaps"), (1, "on a CPU it is faster")):
-        values, positions = aten.max_pool2d_with_indices(x, [2, 2], [2, 2], 0, dilation)
-        backward = aten.max_pool2d_with_indices_backward.default
-        result = call_rule(backward, values, x, [2, 2], [2, 2], [0, 0], [dilation], False, positions)
-        assert result.startswith(reason)
+    values, positions = aten.max_pool2d_with_indices(x, [2, 2], [2, 2])
+    backward = aten.max_pool2d_with_indices_backward.default
+    result = call_rule(backward, values, x, [2, 2], [2, 2], [0, 0], [1, 1], False, positions)
+    assert result.startswith("on a CPU it is faster")
