@@ -12,6 +12,7 @@ from fxwrap.loop_ir.group_sums import *
 from fxwrap.loop_ir.index import *
 from fxwrap.loop_ir.interleaved import *
 from fxwrap.loop_ir.kernel import *
+from fxwrap.loop_ir.masked_selections import *
 from fxwrap.loop_ir.offsets import *
 from fxwrap.loop_ir.operations import *
 from fxwrap.loop_ir.parse import parse_kernel as parse_kernel

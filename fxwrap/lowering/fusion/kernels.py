@@ -19,6 +19,7 @@ from fxwrap.loop_ir import (
     as_index,
     canonicalize_axes,
     compare_small_integers,
+    drop_repeated_masks,
     fold_selected_constants,
     fold_uniform_reductions,
     fuse_segments,
@@ -252,7 +253,8 @@ def _canonicalize_axes(kernel: Kernel, hint: Callable[[Size], int], is_parallel:
     if is_parallel:
         kernel = unroll_short_rows(kernel)
     fused = fuse_segments(kernel, hint, NEAR_BYTES if is_parallel else CACHE_LINE_BYTES)
-    return merge_complementary_loads(kernel) if fused is kernel else canonicalize_axes(fused, hint)
+    kernel = merge_complementary_loads(kernel) if fused is kernel else canonicalize_axes(fused, hint)
+    return drop_repeated_masks(kernel) if is_parallel else kernel
 
 
 def _buffer(name: str, value: Value) -> Buffer:
