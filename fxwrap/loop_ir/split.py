@@ -33,7 +33,7 @@ from fxwrap.loop_ir.kernel import (
 )
 from fxwrap.loop_ir.offsets import delinearize_index, linearize_index
 from fxwrap.loop_ir.operations import ORDERED_REDUCTIONS, POSITION_RESULTS, REDUCTIONS
-from fxwrap.loop_ir.traffic import has_contiguous_columns
+from fxwrap.loop_ir.traffic import contiguity_scores, has_contiguous_columns
 from fxwrap.loop_ir.verify import verify_kernel
 from fxwrap.symbolic import Size, ceiling_divide, product
 
@@ -41,10 +41,12 @@ _MIN_ELEMENTS = 1 << 20  # a smaller reduction is faster than a second launch,
 _MAX_PROGRAM_ELEMENTS = 1 << 17  # unless one program reduces more than this,
 _MAX_POSITION_ELEMENTS = 1 << 14  # or this in rows of which it finds positions: it compares pairs
 _MIN_INNER_PART = 2048  # elements of a part of a contiguous row
-_MIN_OUTER_PART = 64
+_MIN_OUTER_PART, _MIN_TILED_PART = 64, 256  # of a column, alone or in tiles of accesses in two layouts
 _COLUMNS_PER_PROGRAM = 64  # in a reduction across rows
 _PROGRAMS_PER_MULTIPROCESSOR = 4  # that saturate it
 _FEW_ACCESSES = 4  # of an element: more, as those of a window, are the work of several elements
+_MIN_SIDE = 32  # elements of each side of a tile of accesses in two layouts
+_FEWEST_CONTIGUOUS = 5  # of so many accesses, one is contiguous along a side
 _KINDS_WITH_IDENTITY = frozenset({"sum", "prod", "any", "all", "max", "min", "softmax", "argmax", "argmin"})
 
 
@@ -88,6 +90,7 @@ class SplitPlan:
 
     `mapping` expresses the old axes by the new ones. `inside` is the position in the row, which needs a bounds check
     where the parts are not equal, else None. `results` are the other reduced axes that the results vary along.
+    `columns` are those of the split axes that parts have one element of.
     """
 
     split: tuple[Axis, ...]
@@ -97,14 +100,23 @@ class SplitPlan:
     size: Size
     inside: Index | None
     results: tuple[Axis, ...] = ()
+    columns: tuple[Axis, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Axis, ...]:
+        """The axes of the parts."""
+        return (self.part, *self.columns)
 
 
 def _plan_split(kernel: Kernel, hint: Callable[[Size], int], multiprocessors: int) -> SplitPlan | None:
+    columns = _transposed_columns(kernel, hint)
     count, size = hint(kernel.count), hint(kernel.reduced_count)
     saturating = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
-    across = has_contiguous_columns(kernel, hint)
-    busy = max(-(-count // _COLUMNS_PER_PROGRAM) if across else count, 1)
-    wanted = min(-(-saturating // busy), size // (_MIN_OUTER_PART if across else _MIN_INNER_PART))
+    across = bool(columns) or has_contiguous_columns(kernel, hint)
+    width = hint(product(axis.size for axis in columns))
+    busy = max(-(-count * width // _COLUMNS_PER_PROGRAM) if across else count, 1)
+    least = _MIN_TILED_PART if columns else _MIN_OUTER_PART if across else _MIN_INNER_PART
+    wanted = min(-(-saturating // busy), size // width // least)
     kinds = {item.kind for item in kernel.operations if isinstance(item, Reduce)}
     finds_positions = not across and not kernel.is_multi_pass and not kinds.isdisjoint(ORDERED_REDUCTIONS)
     limit = _MAX_POSITION_ELEMENTS if finds_positions else _MAX_PROGRAM_ELEMENTS
@@ -113,25 +125,41 @@ def _plan_split(kernel: Kernel, hint: Callable[[Size], int], multiprocessors: in
         return None
     if busy * (4 if kernel.is_multi_pass else 2) > saturating or wanted < 2:
         return None  # elements that depend on results would be loaded again from memory, not from the cache
-    whole, wave = kernel.reduced_count, None if across else max(saturating // busy, 1)
+    split = tuple([axis for axis in kernel.reduced if axis not in columns])
+    whole, wave = product(axis.size for axis in split), None if across else max(saturating // busy, 1)
     reach = 2 if kinds <= _KINDS_WITH_IDENTITY else 8  # others have equal parts or none
-    for number in range(1, len(kernel.reduced) + 1):  # parts of whole rows need no divisions along these
-        first, others = kernel.reduced[:number], kernel.reduced[number:]
+    for number in range(1, len(split) + 1):  # parts of whole rows need no divisions along these
+        first, others = split[:number], split[number:]
         sizes = [axis.size for axis in first]
         parts = _closest_divisor(product(sizes), wanted, reach, wave)
         if parts is not None:
             part, rest = Axis("part", parts), Axis("inner", ceiling_divide(product(sizes), parts))
             rows = delinearize_index(as_index(part) * rest.size + rest, sizes)
-            reduced = (rest, *others)
+            reduced, mapping = (rest, *others), dict(zip(first, rows, strict=True))
             size = product(axis.size for axis in reduced)
-            return SplitPlan(kernel.reduced, part, reduced, dict(zip(first, rows, strict=True)), size, None)
+            return SplitPlan(kernel.reduced, part, reduced, dict(mapping), size, None, columns=columns)
     equal = _closest_divisor(whole, wanted, reach, wave)
     part = Axis("part", wanted if equal is None else equal)
     each = Axis("inner", ceiling_divide(whole, part.size))
     position = as_index(part) * each.size + each
-    old = delinearize_index(position, [axis.size for axis in kernel.reduced])
-    mapping: dict[Atom, IndexLike] = dict(zip(kernel.reduced, old, strict=True))
-    return SplitPlan(kernel.reduced, part, (each,), mapping, each.size, position if equal is None else None)
+    old = dict(zip(split, delinearize_index(position, [axis.size for axis in split]), strict=True))
+    inside = position if equal is None else None
+    return SplitPlan(kernel.reduced, part, (each,), dict(old), each.size, inside, columns=columns)
+
+
+def _transposed_columns(kernel: Kernel, hint: Callable[[Size], int]) -> tuple[Axis, ...]:
+    """Returns a reduced axis whose elements are reduced apart first, so that accesses in two layouts are tiles.
+
+    A fifth of the accesses are contiguous along it at least, and a fifth along another reduced axis. Reductions of rows
+    have no such axis.
+    """
+    kinds = {item.kind for item in kernel.operations if isinstance(item, Reduce)}
+    if kernel.axes or kernel.is_multi_pass or not kinds.isdisjoint(ORDERED_REDUCTIONS):
+        return ()
+    scores = contiguity_scores(kernel, hint)
+    least = sum(scores.values()) / _FEWEST_CONTIGUOUS
+    axes = [axis for axis in kernel.reduced if scores.get(axis, 0) >= max(least, 1) and hint(axis.size) >= _MIN_SIDE]
+    return (max(reversed(axes), key=lambda axis: scores[axis]),) if len(axes) > 1 else ()
 
 
 def _element_accesses(kernel: Kernel) -> int:
@@ -206,7 +234,7 @@ class ReductionSplitter:
         sizes = [axis.size for axis in self.axes]
         self.count = product(sizes)
         self.row = linearize_index(self.axes, sizes)
-        self.element = as_index(plan.part) * self.count + self.row
+        self.element = linearize_index(plan.parts, [axis.size for axis in plan.parts]) * self.count + self.row
 
     def _reduce(self, position: int) -> Reduce:
         operation = self.kernel.operations[position]
@@ -279,12 +307,12 @@ class ReductionSplitter:
                     self._mask_last_operation(body, new, inside)
                     body.new[position] = len(body.operations) - 1
         others = tuple([axis for axis in kernel.reduced if axis not in self.plan.split])
-        return self._finish(body, (self.plan.part, *kernel.axes), (*self.plan.reduced, *others))
+        return self._finish(body, (*self.plan.parts, *kernel.axes), (*self.plan.reduced, *others))
 
     def _bounds_mask(self, body: _PartCopier) -> int | None:
         if self.plan.inside is None:
             return None
-        whole = product(axis.size for axis in self.plan.split)
+        whole = product(axis.size for axis in self.plan.split if axis not in self.plan.columns)
         position = body.add(IndexValue(self.plan.inside))
         limit = (
             Constant(whole, torch.int64)
@@ -316,7 +344,7 @@ class ReductionSplitter:
         if operation.kind in ORDERED_REDUCTIONS:
             start = body.add(IndexValue(as_index(self.plan.part) * self.plan.size))
             results[1] = body.compute("add", results[1], start, dtype=torch.int64)
-        extent = product([self.plan.part.size, self.count])
+        extent = product([*[axis.size for axis in self.plan.parts], self.count])
         self.partials[position] = [
             self._temporary(operation_dtype(body.operations[item]), extent, "partial") for item in results
         ]
@@ -364,7 +392,7 @@ class ReductionSplitter:
                     reached.add(position)
         for key, buffer in self.results.items():
             body.store(buffer, self.row, results[key])
-        return self._finish(body, self.axes, (self.plan.part,))
+        return self._finish(body, self.axes, self.plan.parts)
 
     def _combine(self, body: _PartCopier, operation: Reduce, buffers: list[Buffer]) -> list[int]:
         loads = [body.load(buffer, self.element) for buffer in buffers]

@@ -299,3 +299,26 @@ def test_windows_are_the_work_of_several_elements() -> None:
     for body, result, is_split in ((f"{loads}\n{adds}\n  %17 = f32 reduce sum %16", 17, True), (plain, 1, False)):
         kernel = sums("p: 15", "r: 65536", body, rows=15, stores=f"  store out[p] %{result}")
         assert (split_reductions(kernel, hint, MULTIPROCESSORS) is not None) == is_split
+
+
+@pytest.mark.parametrize(
+    ("channels", "pixels", "parts"),
+    [(64, 16384, [("part", 64), ("r1", 64)]), (64, 16381, [("part", 63), ("r1", 64)]), (8, 131072, [("part", 512)])],
+    ids=["equal parts", "a shorter last part", "few channels"],
+)
+@pytest.mark.parametrize("kind", ["sum", "max", "softmax"])
+def test_whole_reductions_over_two_layouts_have_tiles_of_both(
+    kind: str, channels: int, pixels: int, parts: list[tuple[str, int]]
+) -> None:
+    """As losses of a prediction in channels-last layout: parts have an element of one contiguous axis each."""
+    r0, r1, body = Axis("r0", pixels), Axis("r1", channels), KernelBuilder()
+    x = body.load("x", as_index(r0) * channels + r1, F32)
+    values = body.reduce(kind, x * body.load("x", as_index(r1) * pixels + r0, F32))
+    outputs = [Buffer(f"out{number}", value.dtype, 1) for number, value in enumerate(values)]
+    for number, value in enumerate(values):
+        body.store(f"out{number}", as_index(0), value)
+    kernel = body.finish([], [r0, r1], [Buffer("x", F32, channels * pixels)], outputs)
+    split = split_reductions(kernel, hint, MULTIPROCESSORS)
+    assert split is not None and [(axis.name, axis.size) for axis in split.kernels[0].axes] == parts
+    assert has_contiguous_columns(split.kernels[0], hint) == (len(parts) > 1)
+    run(kernel, split, torch.randn(channels * pixels, generator=torch.Generator().manual_seed(2)))
