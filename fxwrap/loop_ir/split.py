@@ -33,7 +33,7 @@ from fxwrap.loop_ir.kernel import (
 )
 from fxwrap.loop_ir.offsets import delinearize_index, linearize_index
 from fxwrap.loop_ir.operations import ORDERED_REDUCTIONS, POSITION_RESULTS, REDUCTIONS
-from fxwrap.loop_ir.traffic import contiguity_scores, has_contiguous_columns
+from fxwrap.loop_ir.traffic import FEWEST_CONTIGUOUS, contiguity_scores, has_contiguous_columns
 from fxwrap.loop_ir.verify import verify_kernel
 from fxwrap.symbolic import Size, ceiling_divide, product
 
@@ -46,7 +46,6 @@ _COLUMNS_PER_PROGRAM = 64  # in a reduction across rows
 _PROGRAMS_PER_MULTIPROCESSOR = 4  # that saturate it
 _FEW_ACCESSES = 4  # of an element: more, as those of a window, are the work of several elements
 _MIN_SIDE = 32  # elements of each side of a tile of accesses in two layouts
-_FEWEST_CONTIGUOUS = 5  # of so many accesses, one is contiguous along a side
 _KINDS_WITH_IDENTITY = frozenset({"sum", "prod", "any", "all", "max", "min", "softmax", "argmax", "argmin"})
 
 
@@ -157,7 +156,7 @@ def _transposed_columns(kernel: Kernel, hint: Callable[[Size], int]) -> tuple[Ax
     if kernel.axes or kernel.is_multi_pass or not kinds.isdisjoint(ORDERED_REDUCTIONS):
         return ()
     scores = contiguity_scores(kernel, hint)
-    least = sum(scores.values()) / _FEWEST_CONTIGUOUS
+    least = sum(scores.values()) / FEWEST_CONTIGUOUS
     axes = [axis for axis in kernel.reduced if scores.get(axis, 0) >= max(least, 1) and hint(axis.size) >= _MIN_SIDE]
     return (max(reversed(axes), key=lambda axis: scores[axis]),) if len(axes) > 1 else ()
 

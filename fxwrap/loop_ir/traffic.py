@@ -127,6 +127,9 @@ _MIN_RUN = 32
 _MIN_TRANSPOSED_ROW, _MIN_TRANSPOSED_COLUMNS = 65, 16
 """The least length of rows of which a program has too few to fill sectors across them, and the least number of rows."""
 
+FEWEST_CONTIGUOUS = 5
+"""Of so many accesses, one is contiguous along an axis if that should be a side of a tile."""
+
 
 def contiguity_scores(kernel: Kernel, hint: _Hint, only: Collection[int] | None = None) -> dict[Axis, int]:
     """Returns for each axis the bytes of the accesses that are contiguous along it, alone or interleaved.
@@ -163,13 +166,24 @@ def has_contiguous_columns(kernel: Kernel, hint: _Hint) -> bool:
 
     A fifth of them is enough in long rows, of which a program has few: each of these accesses would transfer a sector.
     """
-    elements = [not axes.isdisjoint(kernel.reduced) for axes in kernel.address_axes]
-    scores = contiguity_scores(kernel, hint, [at for at, is_element in enumerate(elements) if is_element])
-    across = max(kernel.axes, key=lambda axis: scores.get(axis, 0), default=None)
-    columns = 0 if across is None else scores.get(across, 0)
+    _, columns, scores = _contiguous_columns(kernel, hint)
     if columns > max([scores.get(axis, 0) for axis in kernel.reduced], default=0):
         return True
     is_long = hint(kernel.reduced_count) >= _MIN_TRANSPOSED_ROW and not kernel.scans
-    if across is None or not is_long or hint(across.size) < _MIN_TRANSPOSED_COLUMNS:
+    return is_long and has_accesses_across_rows(kernel, hint)
+
+
+def has_accesses_across_rows(kernel: Kernel, hint: _Hint) -> bool:
+    """Whether a fifth of the accesses to a reduction's elements are contiguous across rows."""
+    across, columns, scores = _contiguous_columns(kernel, hint)
+    if across is None or hint(across.size) < _MIN_TRANSPOSED_COLUMNS:
         return False
-    return 0 < sum(scores.values()) <= columns * 5
+    return 0 < sum(scores.values()) <= columns * FEWEST_CONTIGUOUS
+
+
+def _contiguous_columns(kernel: Kernel, hint: _Hint) -> tuple[Axis | None, int, dict[Axis, int]]:
+    """Returns the parallel axis along which most accesses to elements are contiguous, their score and all scores."""
+    elements = [not axes.isdisjoint(kernel.reduced) for axes in kernel.address_axes]
+    scores = contiguity_scores(kernel, hint, [at for at, is_element in enumerate(elements) if is_element])
+    across = max(kernel.axes, key=lambda axis: scores.get(axis, 0), default=None)
+    return across, 0 if across is None else scores.get(across, 0), scores

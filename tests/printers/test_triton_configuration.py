@@ -161,3 +161,61 @@ def test_the_last_axis_of_a_flat_block_is_contiguous() -> None:
         assert isinstance(item, TileConfiguration) and [axis.name for axis in item.x] == ["b", "i", "j", "c"]
     row = torch.tensor([3, 1, 15, 3, 0, 7])
     check(kernel, candidates[0], {"row": row}, in_place={"out": torch.zeros(384)}, tolerance=1e-5)
+
+
+def windows(count: int, layout: tuple[int, int]) -> Kernel:
+    """The largest of some elements of a row, in a layout with these steps along the rows and the elements."""
+    p, q = Axis("p0", 4096), Axis("p1", 512)
+
+    def write(body: KernelBuilder) -> None:
+        largest = body.load("x", as_index(p) * layout[0] + as_index(q) * layout[1], BF16).to(F32)
+        for shift in range(1, count):
+            position = as_index(p) * layout[0] + as_index(q) * layout[1] + 3 * shift
+            largest = largest.maximum(body.load("x", position, BF16).to(F32))
+        body.store("out", as_index(p) * 512 + q, largest.to(BF16))
+
+    return build([p, q], [], {"x": (BF16, 1 << 22)}, {"out": (BF16, 1 << 21)}, write)
+
+
+@pytest.mark.parametrize(("count", "elements", "warps"), [(9, 4, 2), (25, 2, 4)])
+def test_a_warp_has_more_elements_of_small_windows(count: int, elements: int, warps: int) -> None:
+    kernel = windows(count, (512, 1))
+    assert elements_of_a_thread(kernel) == elements and configurations(kernel)[0].num_warps == warps
+
+
+@pytest.mark.parametrize(("count", "elements"), [(1, 16), (9, 8), (25, 2)])
+def test_tiles_of_windows_in_another_layout_stay_in_registers(count: int, elements: int) -> None:
+    assert elements_of_a_thread(windows(count, (1, 4096))) == elements
+
+
+ACROSS = {"in another layout": (1 << 18, 1), "along rows": (1, 16)}
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_one_warp_has_short_rows_whose_elements_are_contiguous_across_rows(name: str) -> None:
+    """Several warps would share out each row, and combine their sums in shared memory."""
+    p, r = Axis("p0", 1 << 18), Axis("r0", 16)
+    step, row = ACROSS[name]
+
+    def write(body: KernelBuilder) -> None:
+        x = body.load("x", as_index(r) * step + as_index(p) * row, BF16).to(F32)
+        body.store("out", as_index(p) * 16 + r, (x - body.reduce("sum", x)[0]).to(BF16))
+
+    kernel = build([p], [r], {"x": (BF16, 1 << 22)}, {"out": (BF16, 1 << 22)}, write)
+    assert (configurations(kernel)[0].num_warps == 1) == (step > 1)
+
+
+def test_one_warp_has_short_rows_with_masked_elements_of_a_row_each() -> None:
+    """Lanes go along the elements of rows, as those of a norm behind padding do."""
+    p, r = Axis("p0", 1 << 20), Axis("r0", 4)
+
+    def write(body: KernelBuilder) -> None:
+        x = body.where(
+            body.index(r) < 3,
+            lambda: body.load("x", as_index(p) * 3 + r, BF16).to(F32) / body.load("y", as_index(p), BF16).to(F32),
+            0.0,
+        )
+        body.store("out", as_index(p) * 4 + r, (x - body.reduce("sum", x)[0]).to(BF16))
+
+    kernel = build([p], [r], {"x": (BF16, 3 << 20), "y": (BF16, 1 << 20)}, {"out": (BF16, 1 << 22)}, write)
+    assert configurations(kernel)[0].num_warps == 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from fxwrap.devices import DeviceSpec
 from fxwrap.loop_ir import (
@@ -53,6 +53,9 @@ _MIN_ROW_BLOCK = 128
 _WINDOW_LOADS, _WINDOW_ELEMENTS = 4, 8
 """The loads of one tensor, as of a window, beyond which a thread has at most so many elements that take long."""
 
+_WINDOW_WARPS = 2
+"""The warps of a program of windows with few loads, whose threads have twice as many elements."""
+
 _MOST_RUN_BYTES = 96
 """The bytes of a run of stores from which on few of them share a sector with others."""
 
@@ -62,6 +65,10 @@ _FILLED_SIDE = 32
 _TILES = ((64, 64, 8), (64, 32, 8), (32, 64, 8), (32, 32, 4), (128, 32, 8))
 """Rows, columns and warps of tiles for kernels with contiguous accesses along two axes."""
 
+_FEW_LOADS_TILES = ((64, 32, 8), (32, 32, 8), (32, 32, 4), (64, 64, 8))
+_MANY_LOADS_TILES = ((32, 32, 16), (32, 32, 8), (64, 32, 16))
+"""The same where an element has loads as of a small or a large window: a thread has eight elements, or two."""
+
 
 def pointwise_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileConfiguration]:
     """Returns configurations of a kernel without reduced axes, the default one first."""
@@ -70,10 +77,10 @@ def pointwise_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> li
     inner, other = contiguous_axes(kernel, hint)
     run = (inner,) if kernel.combines_values or other is None else contiguous_run(kernel, inner, [other])
     if other is not None and hint(size_of(run)) >= MIN_TILE_SIDE:
-        return [_transposed_tile(kernel, inner, other, hint, *shape) for shape in _TILES]
+        return [_transposed_tile(kernel, inner, other, hint, *shape) for shape in _tiles(kernel)]
     block, warps = _pointwise_block(kernel, inner, hint, spec)
     if _has_single_elements(kernel, _pointwise_tile(kernel, inner, hint, block, warps)):
-        block = min(block, LANES * warps * _SINGLE_ELEMENTS)
+        block = min(block, LANES * max(warps, 4) * _SINGLE_ELEMENTS)
     if vector := _vector_of_shared_sectors(kernel, inner):
         block = min(block, LANES * warps * vector)
     rows = _broadcast_rows(kernel, inner, hint)
@@ -81,6 +88,14 @@ def pointwise_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> li
     sizes = [(block, warps), (2 * block, warps), (2 * block, 2 * warps), (max(block // 2, 32), warps)]
     sizes.append((4 * block, 2 * warps))
     return [*shared, *[_pointwise_tile(kernel, inner, hint, *size) for size in sizes]]
+
+
+def _tiles(kernel: Kernel) -> Sequence[tuple[int, int, int]]:
+    """Returns rows, columns and warps of tiles: those of few elements a thread where an element has many loads."""
+    count = sum(isinstance(item, Load) for item in kernel.operations)
+    if count < MANY_LOADS:
+        return _TILES
+    return _FEW_LOADS_TILES if count <= 2 * MANY_LOADS else _MANY_LOADS_TILES
 
 
 def _has_single_elements(kernel: Kernel, tile: TileConfiguration) -> bool:
@@ -147,14 +162,16 @@ def _pointwise_block(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) 
     has_windows = overlaps or max(loads.values(), default=0) >= MANY_LOADS
     if loads.total() >= MANY_LOADS and (gathers or has_windows):
         elements = max(MAX_LOADED_ELEMENTS // next_power_of_2(loads.total()), 2)
+    is_window = not gathers and max(loads.values(), default=0) >= _WINDOW_LOADS
+    warps = _WINDOW_WARPS if is_window and MANY_LOADS <= loads.total() <= 2 * MANY_LOADS else 4
     moved_bytes = sum(itemsize(kernel, access) for access in moved if inner in access.index.axes())
     if 128 * elements * moved_bytes < spec.min_program_bytes:
         elements *= 2
-    block = 128 * elements
+    block = 128 * elements  # of four warps; fewer of a window have more elements each
     total, wave = hint(kernel.count), programs_of_a_wave(spec)
     while block > 128 and total < block * wave:
         block //= 2
-    return min(block, next_power_of_2(total)), 4
+    return min(block, next_power_of_2(total)), warps
 
 
 def _is_gather(access: Load | Store) -> bool:

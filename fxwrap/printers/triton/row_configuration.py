@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.loop_ir import OPERATIONS, Compute, Kernel, Reduce, RowsAndColumns
+from fxwrap.loop_ir import OPERATIONS, Compute, Kernel, Load, Reduce, RowsAndColumns, has_accesses_across_rows
 from fxwrap.printers.triton.accesses import (
     LANES,
     VECTOR_BYTES,
@@ -35,6 +35,9 @@ _ROW_TILE = 1024
 
 _SHORT_ROW = 2048
 """The elements of the rows of a program of several rows, and of the longest row that is never read in a loop."""
+
+_MIN_ROWS_ACROSS, _MAX_ROW_ACROSS, _WARP_TILE = 16, 64, 512
+"""The fewest rows, the longest ones and the elements of a program whose accesses are contiguous across rows."""
 
 _WARP_ROW = 256
 """The elements of a row that a warp by itself reduces in least time, and up to twice as many."""
@@ -108,6 +111,9 @@ def _persistent_rows(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileC
         # for each other in a program.
         elements = _ROW_TILE if fills_program else 2 * _ROW_TILE
         candidates.append(replace(whole, y_block=min(rows, max(elements // block, 1)), num_warps=1))
+    elif rows >= _MIN_ROWS_ACROSS and block <= _MAX_ROW_ACROSS and _is_spread_across(kernel, hint):
+        # The lanes of a warp have adjacent rows, and several warps would share out each of them.
+        candidates.append(replace(whole, y_block=max(_WARP_TILE // block, _MIN_ROWS_ACROSS), num_warps=1))
     candidates.append(whole)
     candidates += [replace(whole, num_warps=other) for other in (warps * 2, max(warps // 2, 1)) if other <= _MOST_WARPS]
     if rows > 1:
@@ -115,6 +121,14 @@ def _persistent_rows(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileC
     if count >= 2 * rows * wave and tile <= 2 * _SHORT_ROW:
         candidates.append(replace(whole, y_block=rows * 2, num_warps=min(warps * 2, _MOST_WARPS)))
     return candidates
+
+
+def _is_spread_across(kernel: Kernel, hint: Hint) -> bool:
+    """Whether lanes go along a block's rows: accesses are contiguous across these, or masked elements of a row each."""
+    pairs = zip(kernel.operations, kernel.address_axes, strict=True)
+    loads = [item for item, axes in pairs if isinstance(item, Load) and axes and axes.isdisjoint(kernel.reduced)]
+    has_masked = any(load.mask is not None and kernel.varying[load.mask] for load in loads)
+    return has_masked or has_accesses_across_rows(kernel, hint)
 
 
 def _looped_rows(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileConfiguration]:
