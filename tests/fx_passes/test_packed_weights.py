@@ -92,8 +92,8 @@ def test_int4_weights_are_unpacked_as_the_library_reads_them(dtype: torch.dtype,
 @pytest.mark.parametrize(
     ("target", "rows", "calls", "kernels"),
     [
-        (INT8, 1, {}, 1), (INT8, 16, {}, 1), (INT8, 64, {"mm": 1}, 2), (INT4, 8, {"_weight_int4pack_mm": 1}, 0),
-        (INT4, 16, {}, 1), (INT4, 64, {"mm": 1}, 1),
+        (INT8, 1, {}, 1), (INT8, 16, {}, 1), (INT8, 64, {"mm": 1}, 2), (INT4, 7, {"_weight_int4pack_mm": 1}, 0),
+        (INT4, 8, {}, 1), (INT4, 64, {"mm": 1}, 1),
     ],
 )  # fmt: skip
 def test_gpus_dequantise_weights_in_a_matmul_of_few_rows_and_before_one_of_many(

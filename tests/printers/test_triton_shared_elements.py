@@ -120,3 +120,12 @@ def test_a_gpu_loads_packed_weights_in_vectors(rows: int) -> None:
         text = text.replace(old, new)
     ptx = instructions(parse_kernel(text))
     assert not re.search(r"ld\.global\S*\.b8", ptx), "bytes are loaded one by one"
+
+
+@pytest.mark.parametrize("rows", [1, 17])
+def test_words_are_read_in_the_order_of_memory(rows: int) -> None:
+    """Outer steps of a sum have the larger strides, in whichever order the kernel has its axes."""
+    kernel = parse_kernel(WORDS.format(rows=rows).replace("4*k + l", "k + 8*l"))
+    source = check(kernel, tile(kernel, 64), tolerance=1e-3)
+    digits = [line.strip().partition(" = ")[0] for line in source.splitlines() if re.match(r" +[klpq]\w* = r\w*", line)]
+    assert [name[0] for name in digits[:4]] == ["q", "p", "k", "l"]

@@ -38,6 +38,7 @@ _MAX_JOINED = 8
 def order_reduced_axes(kernel: Kernel) -> Kernel:
     """Returns a contraction whose inner reduced axes are those along which the largest operand's elements are shared.
 
+    Outer axes have the larger strides of that operand, so that words of packed weights are read as they are in memory.
     The order of a sum does not matter to its meaning.
     """
     contraction = find_contraction(kernel)
@@ -53,8 +54,13 @@ def order_reduced_axes(kernel: Kernel) -> Kernel:
     if largest is None:
         return kernel
     own = largest.index.axes()
-    ordered = sorted(kernel.reduced, key=lambda axis: axis not in own)
-    return replace(kernel, reduced=tuple(ordered))
+    steps = {axis: step.constant for axis in kernel.reduced if (step := largest.index.stride(axis)) is not None}
+    is_known = len(steps) == len(kernel.reduced) and None not in steps.values()
+
+    def place(axis: Axis) -> tuple[bool, int]:
+        return axis not in own, -(steps[axis] or 0) if is_known else 0
+
+    return replace(kernel, reduced=tuple(sorted(kernel.reduced, key=place)))
 
 
 def shared_run(kernel: Kernel, position: int, block: int) -> int:
