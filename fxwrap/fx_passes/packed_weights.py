@@ -64,7 +64,9 @@ class _Calls:
         fake = self.fake(rows)
         matmuls = self._options.device_specs()[fake.device.type].matmuls
         few = dict(matmuls.generated_dequantised_rows).get(fake.dtype, 0)
-        is_kernel = self._options.matmul_kernels != "library" and type(fake.shape[0]) is int and fake.shape[0] <= few
+        is_few = type(fake.shape[0]) is int and fake.shape[0] <= few
+        kernels = self._options.matmul_kernels
+        is_kernel = kernels == "generated" or (kernels == "auto" and is_few)
         return fake.dtype in HALF_PRECISION and not is_kernel
 
 
