@@ -140,7 +140,7 @@ def check_no_objects(program: Program, path: str) -> None:
 
 def check_savable(program: Program, path: str) -> None:
     """Raises ArtifactError for a constant that is missing, or that is more than memory on a device."""
-    contents = program.constant_operands()
+    contents = program.store.operands()
     for constant in program.constants:
         name = constant.value.name
         tensor = contents.get(name)

@@ -75,7 +75,7 @@ def read_emitted(archive: Archive) -> tuple[EmittedProgram, ConstantLayout, Mapp
             return load_cpp(source, [constants[view.name] for view in layout.views]), layout, constants
         flags = bool(described["checks_inputs"]), bool(described["has_complex_inputs"])
         text = PythonModuleText(source, str(described["name"]), str(described["function"]), *flags)
-        return EmittedPython(text, kernels, constants), layout, constants
+        return EmittedPython(text, kernels, lambda: constants), layout, constants
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise archive.error(MANIFEST, f"it does not describe the emitted code: {error!r}") from None
 

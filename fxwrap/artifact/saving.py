@@ -204,7 +204,7 @@ def _write_archive(
             writer.add_bytes(GRAPH, graph.encode())
         if plan is not None:
             writer.add_bytes(PLAN, plan_to_json(plan).encode())
-        contents, names = program.constant_operands(), [item.value.name for item in program.constants]
+        contents, names = program.store.operands(), [item.value.name for item in program.constants]
         tensors = {name: contents[name] for name in names if name in contents}
         layout = layout_of(tensors) if tensors or not program.constants else declared_layout(program)
         if constants and program.constants:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fxwrap.devices.kernel_names import kernel_content_hash
-from fxwrap.errors import ArgumentError
+from fxwrap.errors import ArgumentError, InputError
 from fxwrap.symbolic import SymbolInfo, quote, symbol_kind
 from fxwrap.torch_compat import without_traced_class
 from fxwrap.wrapper_ir.highlight import highlight_html
@@ -89,6 +89,10 @@ class ConstantStore:
 
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
+    def operands(self) -> dict[str, Any]:
+        """Returns the contents as emitted code takes them: plain tensors, also for a traced class."""
+        return {name: without_traced_class(tensor) for name, tensor in self.tensors.items()}
+
 
 @dataclass(frozen=True)
 class Program:
@@ -108,8 +112,17 @@ class Program:
     store: ConstantStore = field(default_factory=ConstantStore, compare=False, repr=False)
 
     def constant_operands(self) -> dict[str, Any]:
-        """Returns the contents of the constants as emitted code takes them: plain tensors, also for a traced class."""
-        return {name: without_traced_class(tensor) for name, tensor in self.store.tensors.items()}
+        """Returns the contents of the constants as emitted code takes them.
+
+        Raises InputError for a constant without content: a program that was parsed has none.
+        """
+        missing = [item.value.name for item in self.constants if item.value.name not in self.store.tensors]
+        if missing:
+            raise InputError(
+                f"program '{self.name}' has no content for its constant '{missing[0]}': a text does not contain it. "
+                "Use program.replace(store=...) with that of the printed program, or fxwrap.save and fxwrap.load"
+            )
+        return self.store.operands()
 
     def replace(self, **changes: Any) -> Program:
         """Returns a copy with some fields changed."""

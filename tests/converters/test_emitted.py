@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
+import fxwrap
 from fxwrap.converters.base import METHODS, Converter
 from fxwrap.converters.cpp.converter import CppConverter
 from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.converters.fx.converter import FxConverter
 from fxwrap.converters.interpreter import Interpreter
 from fxwrap.converters.python import PythonConverter
+from fxwrap.errors import InputError
 from fxwrap.lines import CORE_LINES
 from fxwrap.torch_compat import FakeTensorMode
 
@@ -38,3 +42,18 @@ def test_objects_built_under_fake_mode_hold_real_tensors() -> None:
 def test_every_converter_has_a_method_for_each_core_line(converter: type[Converter]) -> None:
     assert set(METHODS) == set(CORE_LINES)
     assert [name for name in METHODS.values() if not callable(getattr(converter, name, None))] == []
+
+
+@pytest.mark.parametrize("emit", [fxwrap.to_python, fxwrap.to_cpp, fxwrap.to_fx])
+def test_a_text_does_not_contain_constants(emit: Any) -> None:
+    """They were a NameError or a KeyError of their names."""
+    x = torch.rand(2, 3)
+    program = fxwrap.lower(make_fx(lambda x: x * torch.tensor([1.0, 2.0, 3.0]))(x), [x])
+    parsed = fxwrap.parse(str(program))
+    message = "program 'program' has no content for its constant '_tensor_constant0': a text does not contain it. Use"
+    with pytest.raises(InputError, match=re.escape(message)):
+        emit(parsed).flat(x)
+    with pytest.raises(InputError, match=re.escape(message)):
+        fxwrap.run(parsed, [x])
+    (result,) = emit(parsed.replace(store=program.store)).flat(x)
+    torch.testing.assert_close(result, x * torch.tensor([1.0, 2.0, 3.0]))

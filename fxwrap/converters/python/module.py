@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -45,10 +45,13 @@ class EmittedPython(EmittedProgram):
     """A program as a Python module."""
 
     def __init__(
-        self, text: PythonModuleText, kernels: tuple[KernelText, ...], constants: Mapping[str, torch.Tensor]
+        self,
+        text: PythonModuleText,
+        kernels: tuple[KernelText, ...],
+        constants: Callable[[], Mapping[str, torch.Tensor]],
     ) -> None:
-        """`kernels` are all that the module launches, `constants` the program's by name."""
-        super().__init__(text.source, lambda: _build(text, kernels, constants))
+        """`kernels` are all that the module launches, `constants` returns the program's by name."""
+        super().__init__(text.source, lambda: _build(text, kernels, constants()))
         self.text = text
 
 
@@ -76,7 +79,7 @@ def to_python(program: ir.Program, handlers: Handlers | None = None) -> EmittedP
     source = module.text(_title(program), _constants_text(names, constants) + function)
     checks, has_complex = checks_inputs(program), has_complex_inputs(program)
     text = PythonModuleText(source, program.name, module.local(program.name), checks, has_complex)
-    return EmittedPython(text, kernel_texts(program), program.constant_operands())
+    return EmittedPython(text, kernel_texts(program), program.constant_operands)
 
 
 def _title(program: ir.Program) -> str:
