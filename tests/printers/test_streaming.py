@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import create_block_mask
 
+import fxwrap
 from fxwrap.devices import CUDA
 from fxwrap.loop_ir import (
     HALF_PRECISION,
@@ -53,6 +57,31 @@ def test_few_rows_in_cpp(dtype: torch.dtype, rows: int, width: int, columns: int
     is_direct = width % 16 == 0 and dtype is not torch.bfloat16
     assert source.count(f"contract_rows<{rows}, {str(is_direct).lower()}, ") == 1
     assert source.count("if (visible.combined(combine::max) == 0) continue;") == 1
+
+
+def _no_score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_rows_of_listed_blocks_in_cpp(dtype: torch.dtype) -> None:
+    """The blocks that a mask lists are read where they are; half precision is loaded as vectors, not gathered."""
+    mask = create_block_mask(lambda b, h, q, k: (k <= q + 500) & (k != 3), None, None, 1, 600, device="cpu")
+    inputs = [torch.randn(1, 2, length, 64).to(dtype) for length in (1, 600, 600)]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        results = torch.ops.higher_order.flex_attention(q, k, v, _no_score, mask.as_tuple(), 0.125, {}, (), ())
+        return [results[0]]
+
+    compiled = fxwrap.compile_graph(make_fx(attention)(*inputs), inputs)
+    visible = (torch.arange(600) <= 500) & (torch.arange(600) != 3)
+    expected = torch.nn.functional.scaled_dot_product_attention(*[item.double() for item in inputs], visible[None])
+    (result,) = compiled(*inputs)
+    torch.testing.assert_close(result.double(), expected, rtol=0, atol=1e-5 if dtype is torch.float32 else 1e-2)
+    (launched,) = compiled.program.kernels
+    is_direct = str(dtype is torch.float32).lower()
+    assert launched.source.count(f"_rows<1, {is_direct}, ") == 2
+    assert "gather(" not in launched.source
 
 
 def test_few_rows_with_softcap_in_cpp() -> None:

@@ -16,12 +16,12 @@ from fxwrap.loop_ir import (
     Constant,
     Contraction,
     DeviceAssert,
+    IndirectIndex,
     Kernel,
     Load,
     StreamingReduction,
     as_index,
 )
-from fxwrap.printers.cpp.contractions import is_direct
 from fxwrap.printers.cpp.loop_plan import LoopPlan
 from fxwrap.printers.cpp.operations import parenthesize
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues
@@ -55,6 +55,9 @@ class FewRowsPrinter(StreamingPrinter):
         super().__init__(plan, parts, writer, origin_comments)
         self.keys = round_up(self.keys, _LANES)
         self.factors: dict[str, tuple[str, str, bool]] = {}
+
+    def _lane_axis(self) -> Axis:
+        return self.inner
 
     def _row_count(self) -> int:
         assert isinstance(self.parts.row.size, int), "few rows are a constant number"
@@ -136,7 +139,7 @@ class FewRowsPrinter(StreamingPrinter):
 
     def _pack(self, tile: str, value: int, axes: Sequence[Axis], stride: int, known: EmittedValues) -> None:
         load = self._row_load(value, axes)
-        if load is None or self.kernel.operations[value] is not load or element_count(axes) % _LANES:
+        if load is None or self.statements.kernel.operations[value] is not load or element_count(axes) % _LANES:
             super()._pack(tile, value, axes, stride, known)
             self.factors[tile] = tile, str(stride), False
             return
@@ -155,11 +158,18 @@ class FewRowsPrinter(StreamingPrinter):
                 self.writer.line(f"prefetch_line({text} + {start});")
 
     def _row_load(self, value: int, axes: Sequence[Axis]) -> Load | None:
-        """Returns the load that a factor is, or widens, if its elements are contiguous for each position; else None."""
-        operation = self.kernel.operations[value]
+        """Returns the load that a factor is, or widens, if its elements are contiguous for each position; else None.
+
+        A value may select the block of all positions of a tile, as the list of a block mask does.
+        """
+        operations = self.statements.kernel.operations  # under the conditions of the loops' bounds
+        operation = operations[value]
         if isinstance(operation, Compute) and operation.name == "cast":
-            operation = self.kernel.operations[operation.operands[0]]
-        if not isinstance(operation, Load) or operation.mask is not None or not is_direct(operation):
+            operation = operations[operation.operands[0]]
+        if not isinstance(operation, Load) or operation.mask is not None:
+            return None
+        selecting = [atom.operation for atom in operation.index.atoms() if isinstance(atom, IndirectIndex)]
+        if any(not self.kernel.value_axes[at].isdisjoint((*axes, self.inner)) for at in selecting):
             return None
         strides = [operation.index.stride(axis) for axis in axes]
         return operation if strides == [as_index(1)] and operation.index.stride(self.inner) is not None else None

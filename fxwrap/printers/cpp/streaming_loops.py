@@ -49,6 +49,7 @@ class StreamingLoopPrinter(LoopPrinter):
         self.inner = parts.axes[-1]
         self.outer = [axis for axis in self.kernel.axes if axis != parts.row and axis not in parts.columns]
         self.lanes = self._row_count()
+        self.statements.gather_loads = replace(self.plan, vector_axis=self._lane_axis()).gather_loads
         self.keys = at_most(_MAX_KEYS, self.inner.size)
         self.type = CPP_TYPES[self.statements.dtype(parts.products[0].position)]
         depths = [element_count(item.axes) for item in parts.products]
@@ -60,6 +61,10 @@ class StreamingLoopPrinter(LoopPrinter):
         if elements > _MAX_TILE_ELEMENTS:
             raise KernelError(f"the tiles of its streaming reduction have {elements} elements, too many for a stack")
         self.asserts = asserts_by_scope(self.kernel, parts, self.outer, self.device_asserts)
+
+    def _lane_axis(self) -> Axis:
+        """The axis of the elements that are computed at once."""
+        return self.parts.row
 
     def _row_count(self) -> int:
         """Returns the rows of a tile."""
