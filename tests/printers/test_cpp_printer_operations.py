@@ -257,3 +257,26 @@ def test_combined_bools_stay_bool_in_nested_operations() -> None:
     load_kernel("cpp", printed.source, printed.signature, printed.options)((1, 1, 1), *operand, out)
     x, y, z = operand
     assert torch.equal(out, torch.where(torch.where(x, y & z, z), y, x | z))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_maxima_and_minima_beside_constants(dtype: torch.dtype) -> None:
+    """They have forms of their own, which agree on NaN and signed zeros, whichever operand the constant is."""
+    body, i, size = KernelBuilder(), Axis("i", len(SPECIAL_FLOATS)), len(SPECIAL_FLOATS)
+    x = body.load("x", as_index(i), dtype)
+    constants = [(number, body.constant(number, dtype)) for number in (0.0, -0.0, 3.0, float("inf"), float("nan"))]
+    names = list(itertools.product(("maximum", "minimum"), range(len(constants)), (False, True)))
+    for number, (name, which, is_first) in enumerate(names):
+        operands = (constants[which][1], x) if is_first else (x, constants[which][1])
+        body.store(f"out{number}", as_index(i), operands[0].apply(name, operands[1]))
+    outputs = [Buffer(f"out{number}", dtype, size) for number in range(len(names))]
+    kernel = body.finish([i], [], [Buffer("x", dtype, size)], outputs)
+    values, results = torch.tensor(SPECIAL_FLOATS, dtype=dtype), [torch.empty(size, dtype=dtype) for _ in names]
+    printed = print_cpp_kernel(kernel)
+    load_kernel("cpp", printed.source, printed.signature, printed.options)((1, 1, 1), values, *results)
+    for (name, which, is_first), result in zip(names, results):
+        constant = torch.full_like(values, constants[which][0])
+        expected = getattr(torch, name)(*((constant, values) if is_first else (values, constant)))
+        torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+        real = ~expected.isnan()
+        assert torch.equal(result.signbit()[real], expected.signbit()[real]), "signed zeros"

@@ -51,13 +51,17 @@ template <class T> INLINE T where(bool condition, T a, T b) {
   }
 }
 
+// The second number where both are equal, as torch.maximum, and NaN where one is. A constant is not NaN: compilers make no
+// case of it, whose conditions multiply where results are compared with further constants.
 template <class T> INLINE T maximum(T a, T b) {
-  const T larger = a > b ? a : b;  // b where one is NaN, as the processor's instruction is
-  return a != a ? a : larger;
+  if (__builtin_constant_p(b) && b == b) return a <= b ? b : a;
+  const T larger = a > b ? a : b;
+  return __builtin_constant_p(a) && a == a ? larger : a != a ? a : larger;
 }
 template <class T> INLINE T minimum(T a, T b) {
+  if (__builtin_constant_p(b) && b == b) return a >= b ? b : a;
   const T smaller = a < b ? a : b;
-  return a != a ? a : smaller;
+  return __builtin_constant_p(a) && a == a ? smaller : a != a ? a : smaller;
 }
 template <class T> INLINE T fmax(T a, T b) {
   const T larger = b > a ? b : a;
