@@ -6,9 +6,9 @@ The children of a P-node have any order; those of a Q-node have theirs, or the r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 FREEDOM_UNIT = 1024
 """`freedom` of e = 2.718... orders."""
@@ -67,35 +67,49 @@ def gather(tree: Tree, chosen: Set[int], replacement: Tree | None) -> Gathered |
             return None
         whole = node_of([*children[:begin], inner.tree, *children[end:]], tree.is_ordered)
         return Gathered(whole, inner.order, inner.anchor, inner.is_anchor_left)
-    partial = [child for child in (children[position] for position in touched) if not _is_full(child, chosen)]
-    outside: list[Tree] = []
-    if tree.is_ordered:
-        inner_children = children[begin + 1 : end - 1]
-        if not all(_is_full(child, chosen) for child in inner_children):
-            return None
-        ends = (_linear(children[begin], chosen), _linear(children[end - 1], chosen))
-        if ends[0] is None or ends[1] is None:
-            return None
-        left, right = [*children[:begin], *ends[0][0]], [*ends[1][0][::-1], *children[end:]]
-        middle = [*ends[0][1], *inner_children, *ends[1][1][::-1]]
-    else:
-        if len(partial) > 2:
-            return None
-        left, right = [], []
-        full: list[Tree] = [child for child in children if _is_full(child, chosen)]
-        middle = [node_of(full)] if full else []
-        for child in partial:
-            halves = _linear(child, chosen)
-            if halves is None:
-                return None
-            if child is partial[0]:
-                left, middle = halves[0], [*halves[1], *middle]
-            else:
-                right, middle = halves[0][::-1], [*middle, *halves[1][::-1]]
-        outside = [child for child in children if _is_empty(child, chosen)]
+    parts = (
+        _parts_of_ordered(list(children), begin, end, chosen)
+        if tree.is_ordered
+        else _parts_of_unordered(children, chosen)
+    )
+    if parts is None:
+        return None
+    left, middle, right = parts.left, parts.middle, parts.right
     anchor = leaves(left[-1])[0] if left else leaves(right[0])[0] if right else -1
     inside = node_of([*left, *(middle if replacement is None else [replacement]), *right], is_ordered=True)
-    return Gathered(node_of([*outside, inside]), tuple(leaves(*middle)), anchor, bool(left))
+    return Gathered(node_of([*parts.outside, inside]), tuple(leaves(*middle)), anchor, bool(left))
+
+
+class _Parts(NamedTuple):
+    """Trees with the chosen leaves alone, in the middle of others in order, and trees `outside` in any order."""
+
+    left: list[Tree]
+    middle: list[Tree]
+    right: list[Tree]
+    outside: list[Tree]
+
+
+def _parts_of_ordered(children: list[Tree], begin: int, end: int, chosen: Set[int]) -> _Parts | None:
+    """Returns the parts of a Q-node, whose children from `begin` to before `end` have chosen leaves."""
+    inner = children[begin + 1 : end - 1]
+    first, last = _linear(children[begin], chosen), _linear(children[end - 1], chosen)
+    if first is None or last is None or not all(_is_full(child, chosen) for child in inner):
+        return None
+    left, right = [*children[:begin], *first[0]], [*last[0][::-1], *children[end:]]
+    return _Parts(left, [*first[1], *inner, *last[1][::-1]], right, [])
+
+
+def _parts_of_unordered(children: Sequence[Tree], chosen: Set[int]) -> _Parts | None:
+    """Returns the parts of a P-node, of whose children at most two have both chosen and other leaves."""
+    outside = [child for child in children if _is_empty(child, chosen)]
+    full = [child for child in children if _is_full(child, chosen)]
+    mixed = [child for child in children if not _is_empty(child, chosen) and not _is_full(child, chosen)]
+    halves = [pair for child in mixed if (pair := _linear(child, chosen)) is not None]
+    if len(mixed) > 2 or len(halves) < len(mixed):
+        return None
+    left, first = halves[0] if halves else ([], [])
+    right, last = halves[1] if len(halves) > 1 else ([], [])
+    return _Parts(left, [*first, *([node_of(full)] if full else []), *last[::-1]], right[::-1], outside)
 
 
 def freedom(tree: Tree) -> int:
