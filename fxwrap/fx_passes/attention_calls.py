@@ -24,9 +24,8 @@ from fxwrap.fx_passes.attention_sinks import Sink
 from fxwrap.fx_passes.decoding_attention import has_few_rows
 from fxwrap.fx_passes.dropout_masks import drawn_mask
 from fxwrap.fx_passes.effects import name_of
-from fxwrap.fx_passes.flex_formulas import RELATIVE_LOGSUMEXP, SINK_MOD, WEIGHT_MOD
+from fxwrap.fx_passes.flex_formulas import RELATIVE_LOGSUMEXP, SINK_MOD, WEIGHT_MOD, result_fakes, single_block
 from fxwrap.fx_passes.graph_copy import GraphCopy, is_contiguous, same_strides, size_hint, storages_of
-from fxwrap.fx_passes.library_attention import WHOLE
 from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph
 from fxwrap.torch_compat import (
     FakeTensor,
@@ -43,15 +42,12 @@ _SMALL = "two matmuls and a kernel between them are faster for these sizes"
 _WIDE = "two matmuls and a kernel between them are faster for heads of this width"
 
 
-def _result_fakes(query: FakeTensor, value: FakeTensor, order: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Returns output, log-sum-exp and maxima; the output's dimensions are in memory in an order."""
-    batch, heads, rows, width = *query.shape[:3], value.shape[3]
-    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+def _output_fake(query: FakeTensor, value: FakeTensor, order: Sequence[int]) -> FakeTensor:
+    """Returns an output whose dimensions are in memory in an order."""
+    sizes = (*query.shape[:3], value.shape[3])
     with in_fake_mode(query.fake_mode):
-        sizes = (batch, heads, rows, width)
-        output = query.new_empty([sizes[dim] for dim in order]).permute([*map(order.index, range(4))])
-        statistics = [query.new_empty((batch, heads, rows), dtype=dtype) for _ in range(2)]
-    return (output, *statistics)
+        output: Any = query.new_empty([sizes[dim] for dim in order]).permute([*map(order.index, range(4))])
+    return output  # type: ignore[no-any-return]
 
 
 _HEADS_FIRST, _ROWS_FIRST, _COLUMNS_FIRST = (0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2)
@@ -364,9 +360,9 @@ class AttentionRewriter:
                     results.append(fake.new_empty(fake.mT.shape).mT if is_transposed else fake.new_empty(fake.shape))
         return (*results, matrices)
 
-    def _block_mask(self, before: Node, mask_mod: torch.fx.GraphModule, name: str) -> tuple[Any, ...]:
+    def _block_mask(self, before: Node, mask_mod: torch.fx.GraphModule, name: str) -> tuple[object, ...]:
         """Returns one block of all rows and keys."""
-        return (*[None] * 10, WHOLE, WHOLE, self.copy.attribute(before, f"{name}_mask", mask_mod))
+        return single_block(self.copy.attribute(before, f"{name}_mask", mask_mod))
 
     def _reaches(self, formula: AttentionFormula, least_sizes: Sequence[tuple[torch.dtype, int]]) -> bool:
         """Whether the scores have as many rows and keys as a dtype needs; symbolic ones count as their hints."""
@@ -410,7 +406,7 @@ class AttentionRewriter:
         of_indices = {WEIGHT_MOD: functions.weight_mod, SINK_MOD: functions.sink_mod}
         options = self._kernel_options(before, formula, of_indices, name)
         arguments = (*tensors, score_mod, block_mask, functions.scale, options, buffers, buffers)
-        fakes = _result_fakes(copy.fakes[tensors[0]], copy.fakes[tensors[2]], order)
+        fakes = result_fakes(_output_fake(copy.fakes[tensors[0]], copy.fakes[tensors[2]], order))
         return copy.call(before, flex_attention_operator(), arguments, name, fake=fakes)
 
     def _split_and_copies(self, formula: AttentionFormula, operands: AttentionOperands) -> list[Node]:

@@ -21,9 +21,9 @@ from fxwrap.fx_passes.attention_score_gradients import biased_score_gradients
 from fxwrap.fx_passes.attention_scores import biased_score_functions
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.flex_attention import has_attention_kernel
-from fxwrap.fx_passes.flex_formulas import RELATIVE_LOGSUMEXP
+from fxwrap.fx_passes.flex_formulas import RELATIVE_LOGSUMEXP, result_fakes, single_block
 from fxwrap.fx_passes.graph_copy import GraphCopy, is_contiguous
-from fxwrap.fx_passes.library_attention import WHOLE, is_readable, result_fakes, without_broadcasts
+from fxwrap.fx_passes.library_attention import is_readable, without_broadcasts
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph, Target
 from fxwrap.torch_compat import (
     arguments_by_name,
@@ -186,9 +186,8 @@ def _replace(copy: GraphCopy, call: _Call, fakes: NodeValues) -> None:
 
     functions = {"scores": score_mod, "mask": mask_mod}
     modules = {key: copy.attribute(before, f"{name}_{key}", module) for key, module in functions.items()}
-    block_mask = (*[None] * 10, WHOLE, WHOLE, modules["mask"])
     results = result_fakes(fakes[call.outputs[0]])
-    arguments = (*operands, modules["scores"], block_mask, scale, options, (bias,), ())
+    arguments = (*operands, modules["scores"], single_block(modules["mask"]), scale, options, (bias,), ())
     forward = copy.call(before, flex_attention_operator(), arguments, name, fake=results)
     output, total, maxima = [
         copy.call(before, operator.getitem, (forward, index), name, fake=results[index]) for index in range(3)
@@ -197,10 +196,9 @@ def _replace(copy: GraphCopy, call: _Call, fakes: NodeValues) -> None:
     before, name = copy.node_map[call.backward], f"{name}_backward"
     functions = {"scores": relative, "joint": joint, "mask": mask_mod}
     modules = {key: copy.attribute(before, f"{name}_{key}", module) for key, module in functions.items()}
-    block_mask = (*[None] * 10, WHOLE, WHOLE, modules["mask"])
     gradient = copy.node_map[call.grad_output]
-    arguments = (*operands, output, total, gradient, None, modules["scores"], modules["joint"], block_mask, scale,
-                 options, (bias, maxima), ())  # fmt: skip
+    arguments = (*operands, output, total, gradient, None, modules["scores"], modules["joint"],
+                 single_block(modules["mask"]), scale, options, (bias, maxima), ())  # fmt: skip
     matrices: tuple[Any, ...] = () if dtype is None else (joint.graph.output_node().args[0][-1].meta["val"],)  # type: ignore[index, union-attr]
     gradients = (*_operand_gradients(call, copy, operands), matrices)
     backward = copy.call(before, flex_attention_backward_operator(), arguments, name, fake=gradients)

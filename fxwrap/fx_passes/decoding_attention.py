@@ -17,15 +17,9 @@ from fxwrap.devices import DeviceSpec
 from fxwrap.fx_passes.attention_elements import UnsupportedScoresError, read_buffer
 from fxwrap.fx_passes.attention_scores import biased_score_functions, computed_bias_functions
 from fxwrap.fx_passes.flex_attention import has_attention_kernel
+from fxwrap.fx_passes.flex_formulas import result_fakes, single_block
 from fxwrap.fx_passes.graph_copy import GraphCopy, size_hint
-from fxwrap.fx_passes.library_attention import (
-    WHOLE,
-    bias_of,
-    is_readable,
-    library_arguments,
-    result_fakes,
-    without_broadcasts,
-)
+from fxwrap.fx_passes.library_attention import bias_of, is_readable, library_arguments, without_broadcasts
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
 from fxwrap.fx_passes.storage_aliases import written_storages
 from fxwrap.torch_compat import FakeTensor, flex_attention_operator
@@ -104,9 +98,8 @@ def _replace(
     scale = arguments.get("scale")
     if scale is None:
         scale = fake.shape[3] ** -0.5
-    block_mask = (1, 1, *[None] * 8, WHOLE, WHOLE, mask_mod)
     results = result_fakes(copy.fakes[before][0])
-    operands: tuple[object, ...] = (query, key, value, score_mod, block_mask, scale, {}, buffers, ())
+    operands: tuple[object, ...] = (query, key, value, score_mod, single_block(mask_mod), scale, {}, buffers, ())
     call = copy.call(before, flex_attention_operator(), operands, name, fake=results)
     output = copy.call(before, operator.getitem, (call, 0), name, fake=results[0])
     for user in node.users:

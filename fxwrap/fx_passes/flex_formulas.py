@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxwrap.fx_passes.vectorised_calls import VectorisedCalls
-from fxwrap.torch_compat import FLEX_DEFAULT_BLOCK, bounded_item, is_flex_default_block
+from fxwrap.torch_compat import FLEX_DEFAULT_BLOCK, FakeTensor, bounded_item, in_fake_mode, is_flex_default_block
 
 Size: TypeAlias = Any
 """An int or a torch.SymInt, which torch's annotations do not accept."""
@@ -38,6 +38,19 @@ SINK_MOD = "FXWRAP_SINK_MOD"
 """The kernel option with a function that returns the logit of a row's sink: an element of the softmax without a value.
 Its operands are the indices of the row's first weight, and the buffers of `score_mod`. Log-sum-exp and maxima count
 it."""
+
+
+def single_block(mask_mod: object) -> tuple[object, ...]:
+    """Returns the block mask of a call that visits all rows and keys, of which `mask_mod` masks some."""
+    return (*[None] * 10, FLEX_DEFAULT_BLOCK, FLEX_DEFAULT_BLOCK, mask_mod)
+
+
+def result_fakes(output: FakeTensor) -> tuple[torch.Tensor, ...]:
+    """Returns output, log-sum-exp and maxima of a call with an output of (batch, heads, rows, width)."""
+    dtype = torch.float64 if output.dtype is torch.float64 else torch.float32
+    with in_fake_mode(output.fake_mode):
+        statistics = [output.new_empty(output.shape[:3], dtype=dtype) for _ in range(2)]
+    return (output, *statistics)
 
 
 @dataclass(frozen=True)

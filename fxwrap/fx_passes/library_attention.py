@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from fxwrap.fx_passes.graph_copy import GraphCopy
-from fxwrap.torch_compat import FakeTensor, arguments_by_name, in_fake_mode
+from fxwrap.torch_compat import FakeTensor, arguments_by_name
 
 _aten = torch.ops.aten
 
@@ -17,9 +17,6 @@ _LIBRARY_CALLS = frozenset({
     _aten._scaled_dot_product_cudnn_attention.default, _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_flash_attention.default, _aten._scaled_dot_product_flash_attention_for_cpu.default,
 })  # fmt: skip
-
-WHOLE = 1 << 30
-"""The block size of FlexAttention without a block mask."""
 
 
 def library_arguments(node: Node) -> dict[str, Any] | None:
@@ -45,11 +42,3 @@ def without_broadcasts(copy: GraphCopy, before: Node, bias: Node, name: str) -> 
         if fake.stride(dim) == 0 and fake.shape[dim] != 1:
             bias = copy.call(before, _aten.slice.Tensor, (bias, dim, 0, 1), name)
     return bias
-
-
-def result_fakes(output: FakeTensor) -> tuple[torch.Tensor, ...]:
-    """Returns output, log-sum-exp and maximum of a call."""
-    dtype = torch.float64 if output.dtype is torch.float64 else torch.float32
-    with in_fake_mode(output.fake_mode):
-        statistics = [output.new_empty(output.shape[:3], dtype=dtype) for _ in range(2)]
-    return (output, *statistics)
