@@ -29,7 +29,7 @@ _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Factor:
+class ScoreFactor:
     """A factor of the scores, or a divisor: a number, or a tensor of rank 0."""
 
     value: Any
@@ -37,7 +37,7 @@ class Factor:
 
 
 @dataclass(frozen=True)
-class Stage:
+class OperandStage:
     """A tensor that an operand of a matmul is a copy, a view or a multiple of.
 
     Fields:
@@ -50,7 +50,7 @@ class Stage:
     node: Node
     width_dim: int
     group: int = 1
-    factors: tuple[Factor, ...] = ()
+    factors: tuple[ScoreFactor, ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -67,14 +67,14 @@ class AttentionOperands:
         batch, heads: the sizes into which the first dimension of the matmuls is split.
     """
 
-    query: Stage
-    key: Stage
-    value: Stage
+    query: OperandStage
+    key: OperandStage
+    value: OperandStage
     batch: Any
     heads: Any
 
     @property
-    def factors(self) -> tuple[Factor, ...]:
+    def factors(self) -> tuple[ScoreFactor, ...]:
         """The factors of the scores."""
         return (*self.query.factors, *self.key.factors)
 
@@ -126,8 +126,8 @@ def attention_operands(formula: AttentionFormula, fakes: NodeValues) -> Attentio
 
 
 def _in_dtype(
-    dtype: torch.dtype, query: list[Stage], key: list[Stage], fakes: NodeValues
-) -> tuple[list[Stage], list[Stage]]:
+    dtype: torch.dtype, query: list[OperandStage], key: list[OperandStage], fakes: NodeValues
+) -> tuple[list[OperandStage], list[OperandStage]]:
     """Returns the stages of a dtype if both operands have some after they are continued before their casts."""
     narrow = []
     for stages in (query, key):
@@ -138,7 +138,7 @@ def _in_dtype(
     return (narrow[0], narrow[1]) if all(narrow) else (query, key)
 
 
-def _before_cast(stage: Stage, dtype: torch.dtype, fakes: NodeValues) -> Stage | None:
+def _before_cast(stage: OperandStage, dtype: torch.dtype, fakes: NodeValues) -> OperandStage | None:
     """Returns the tensor of half precision that a tensor in float32 is cast from, if it has that dtype."""
     source = stage.node.args[0] if is_cast(stage.node, fakes) else None
     if not isinstance(source, Node) or dtype not in HALF_PRECISION:
@@ -148,35 +148,35 @@ def _before_cast(stage: Stage, dtype: torch.dtype, fakes: NodeValues) -> Stage |
     return replace(stage, node=source) if is_exact else None
 
 
-def plain_stage(node: Node, width_dim: int, operands: AttentionOperands, fakes: NodeValues) -> Stage:
+def plain_stage(node: Node, width_dim: int, operands: AttentionOperands, fakes: NodeValues) -> OperandStage:
     """Returns the tensor (batch, heads, rows, width) whose elements an operand of another matmul has, if any."""
     stages = [item for item in _stages(node, width_dim, fakes) if item.is_plain]
     return _choose(stages, (operands.batch, operands.heads), fakes)
 
 
-def _choose(stages: Sequence[Stage], leading: tuple[Any, Any], fakes: NodeValues) -> Stage:
+def _choose(stages: Sequence[OperandStage], leading: tuple[Any, Any], fakes: NodeValues) -> OperandStage:
     """Returns the last stage with these leading dimensions, if possible with contiguous rows; else the first one."""
     fitting = [item for item in stages if _leading_sizes(item, fakes) == leading]
     contiguous = [item for item in fitting if _has_contiguous_rows(item, fakes)]
     return contiguous[-1] if contiguous else fitting[-1] if fitting else stages[0]
 
 
-def _leading_sizes(stage: Stage, fakes: NodeValues) -> tuple[Any, ...]:
+def _leading_sizes(stage: OperandStage, fakes: NodeValues) -> tuple[Any, ...]:
     sizes = sizes_of(stage.node, fakes)
     return (sizes[0], sizes[1] * stage.group) if len(sizes) == 4 else ()
 
 
-def _has_contiguous_rows(stage: Stage, fakes: NodeValues) -> bool:
+def _has_contiguous_rows(stage: OperandStage, fakes: NodeValues) -> bool:
     stride = fakes[stage.node].stride()[stage.width_dim]
     return type(stride) is int and stride == 1
 
 
-def _stages(node: Any, width_dim: int, fakes: NodeValues) -> list[Stage]:
+def _stages(node: Any, width_dim: int, fakes: NodeValues) -> list[OperandStage]:
     """Returns an operand of a matmul, and the tensors that it is computed from without arithmetic but factors."""
-    return _continued(Stage(node, width_dim), fakes)
+    return _continued(OperandStage(node, width_dim), fakes)
 
 
-def _continued(stage: Stage, fakes: NodeValues) -> list[Stage]:
+def _continued(stage: OperandStage, fakes: NodeValues) -> list[OperandStage]:
     """Returns a stage, and those before it."""
     stages = [stage]
     while (before := _before(stages[-1], fakes)) is not None:
@@ -184,7 +184,7 @@ def _continued(stage: Stage, fakes: NodeValues) -> list[Stage]:
     return stages
 
 
-def _before(stage: Stage, fakes: NodeValues) -> Stage | None:
+def _before(stage: OperandStage, fakes: NodeValues) -> OperandStage | None:
     node = stage.node
     if node.op != "call_function" or not isinstance(fakes.get(node), FakeTensor):
         return None
@@ -225,7 +225,7 @@ def _same_matrices(node: Node, source: Node, fakes: NodeValues) -> bool:
     return sizes_of(node, fakes)[-2:] == sizes_of(source, fakes)[-2:]
 
 
-def _factor(node: Node, source: Node, fakes: NodeValues) -> Factor | None:
+def _factor(node: Node, source: Node, fakes: NodeValues) -> ScoreFactor | None:
     """Returns the factor of a multiplication or division by a number or a tensor of rank 0."""
     name = name_of(node)
     if name not in ("mul", "div") or node.kwargs or len(node.args) != 2:
@@ -237,10 +237,10 @@ def _factor(node: Node, source: Node, fakes: NodeValues) -> Factor | None:
         is_scalar = fakes[value].ndim == 0 and is_near
     if not is_scalar or fakes[source].dtype != fakes[node].dtype or not fakes[node].dtype.is_floating_point:
         return None
-    return Factor(value, name == "div")
+    return ScoreFactor(value, name == "div")
 
 
-def kernel_operand(copy: GraphCopy, before: Node, stage: Stage, operands: AttentionOperands, name: str) -> Node:
+def kernel_operand(copy: GraphCopy, before: Node, stage: OperandStage, operands: AttentionOperands, name: str) -> Node:
     """Returns an operand as (batch, heads, rows or keys, width): a view, inserted before a node of the copy."""
     node = copy.node_map[stage.node]
     if stage.width_dim == -2:

@@ -8,7 +8,7 @@ from typing import NoReturn, Protocol
 
 import torch
 
-from fxwrap.matching.dataflow import OperatorCall
+from fxwrap.matching.dataflow import CalledOperator
 from fxwrap.matching.patterns import Operation
 from fxwrap.wrapper_ir import CallResult, LaunchOperand, TensorType, UnreadOperand, Value
 
@@ -41,13 +41,13 @@ class MatchFailed(Exception):
     """The reason why lines do not match."""
 
 
-class Bind(Protocol):
+class Binder(Protocol):
     """Binds a pattern to an operand, or raises MatchFailed."""
 
     def __call__(self, pattern: object, item: object, *, attempt: PartialMatch) -> None: ...
 
 
-def bind_pairs(operation: Operation, pairs: list[tuple[object, object]], bind: Bind, attempt: PartialMatch) -> None:
+def bind_pairs(operation: Operation, pairs: list[tuple[object, object]], bind: Binder, attempt: PartialMatch) -> None:
     """Binds the patterns of an operation's operands, the first two of a commutative one in either order."""
     if operation.commutative and len(pairs) > 1:
         trial = attempt.copy()
@@ -62,7 +62,7 @@ def bind_pairs(operation: Operation, pairs: list[tuple[object, object]], bind: B
     bind_all(operation, pairs, bind, attempt)
 
 
-def bind_all(operation: Operation, pairs: Sequence[tuple[object, object]], bind: Bind, attempt: PartialMatch) -> None:
+def bind_all(operation: Operation, pairs: Sequence[tuple[object, object]], bind: Binder, attempt: PartialMatch) -> None:
     """Binds each pattern to its operand."""
     for number, (pattern, item) in enumerate(pairs):
         try:
@@ -71,7 +71,7 @@ def bind_all(operation: Operation, pairs: Sequence[tuple[object, object]], bind:
             fail(f"operand {number} of {operation}: {reason}")
 
 
-def by_schema(operation: Operation, call: OperatorCall, named: Mapping[str, object]) -> list[tuple[object, object]]:
+def by_schema(operation: Operation, call: CalledOperator, named: Mapping[str, object]) -> list[tuple[object, object]]:
     """Returns each pattern of an argument with the argument of a call, whose operator has these defaults by name."""
     arguments = {**dict(zip(named, call.arguments)), **dict(call.keywords)}
     patterns = {**dict(zip(named, operation.operands)), **dict(operation.keywords)}

@@ -29,7 +29,7 @@ def view_base(line: ir.LineBase) -> ir.Value | None:
             return None
 
 
-class OperatorCall(NamedTuple):
+class CalledOperator(NamedTuple):
     """An operator and its operands."""
 
     target: str
@@ -37,15 +37,15 @@ class OperatorCall(NamedTuple):
     keywords: tuple[tuple[str, object], ...] = ()
 
 
-def operator_call(line: ir.LineBase) -> OperatorCall | None:
+def operator_call(line: ir.LineBase) -> CalledOperator | None:
     """Returns the call of an operator that a line is, functional collectives included; None for other lines."""
     match line:
         case ExternCall() | Mutate():
-            return OperatorCall(line.target, line.arguments, line.keywords)
+            return CalledOperator(line.target, line.arguments, line.keywords)
         case StartCollective():
-            return OperatorCall(line.operator, line.arguments)
+            return CalledOperator(line.operator, line.arguments)
         case WaitCollective():
-            return OperatorCall("_c10d_functional.wait_tensor.default", (line.pending,))
+            return CalledOperator("_c10d_functional.wait_tensor.default", (line.pending,))
         case _:
             return None
 

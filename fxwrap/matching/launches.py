@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fxwrap.lines import Launch
 from fxwrap.matching.binding import (
-    Bind,
+    Binder,
     MatchFailed,
     PartialMatch,
     bind_pairs,
@@ -17,7 +17,7 @@ from fxwrap.matching.binding import (
     fail,
     format_operand,
 )
-from fxwrap.matching.dataflow import OperatorCall
+from fxwrap.matching.dataflow import CalledOperator
 from fxwrap.matching.patterns import Computes, OneOf, Operation, Output, Wildcard
 from fxwrap.torch_compat import operator_arguments
 from fxwrap.wrapper_ir import (
@@ -103,7 +103,7 @@ class LaunchMatcher:
     line: Launch
     position: int
     view_base: Callable[[Value], Value | None]
-    bind: Bind
+    bind: Binder
 
     def match(self, attempt: PartialMatch) -> None:
         """Binds the operands, and the order of the results. Raises MatchFailed."""
@@ -254,7 +254,7 @@ class LaunchMatcher:
         if named is None:
             pairs = by_position(operation, list(call.arguments))
         else:
-            pairs = by_schema(operation, OperatorCall(call.target, call.arguments, call.keywords), named)
+            pairs = by_schema(operation, CalledOperator(call.target, call.arguments, call.keywords), named)
         bind_pairs(operation, pairs, self._operand, attempt)
 
     def _check_result(self, operation: Operation, item: CallResult) -> None:

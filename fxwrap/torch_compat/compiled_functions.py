@@ -45,7 +45,7 @@ class DynamoCompile:
 
 
 @dataclass(frozen=True)
-class CompiledFunction:
+class DynamoFunction:
     """A function or module that torch.compile wrapped, its backend, and the name of that."""
 
     root: Any
@@ -108,7 +108,7 @@ def _root_of(function: Any) -> Any:
     return function
 
 
-def compiled_function(function: Any) -> CompiledFunction | None:
+def compiled_function(function: Any) -> DynamoFunction | None:
     """Returns the root and backend of a result of torch.compile, or of a module after `compile()`; else None."""
     wrapper = function
     if isinstance(function, torch.nn.Module):
@@ -123,10 +123,10 @@ def compiled_function(function: Any) -> CompiledFunction | None:
     backend = innermost_backend(callback) if callable(callback) else None
     name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", str(backend))
     root = function._orig_mod if hasattr(function, "_orig_mod") else innermost_fn(inner)
-    return CompiledFunction(_root_of(root), getattr(backend, "compiler_fn", backend), str(name))
+    return DynamoFunction(_root_of(root), getattr(backend, "compiler_fn", backend), str(name))
 
 
-def dynamo_graph_ids(compiled: CompiledFunction) -> set[str]:
+def dynamo_graph_ids(compiled: DynamoFunction) -> set[str]:
     """Returns the global names of the graphs in Dynamo's code for a function, its graph breaks and its submodules."""
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 

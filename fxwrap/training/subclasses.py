@@ -12,7 +12,7 @@ from fxwrap.torch_compat import flatten_subclass, without_traced_class
 
 
 @dataclass(frozen=True)
-class Constant:
+class ConstantPart:
     """An inner object that is no tensor, such as a device mesh: a constant of the program."""
 
     value: Any
@@ -24,7 +24,7 @@ class SubclassLayout:
 
     kind: Any
     attributes: tuple[str, ...]
-    parts: tuple[TensorLayout | Constant, ...]
+    parts: tuple[TensorLayout | ConstantPart, ...]
     context: Any
     size: Any
     stride: Any
@@ -43,7 +43,7 @@ def layout_of(tensor: Tensor) -> TensorLayout:
         return None
     attributes, context = flattened
     inner = [getattr(tensor, name) for name in attributes]
-    parts = tuple([layout_of(item) if isinstance(item, Tensor) else Constant(item) for item in inner])
+    parts = tuple([layout_of(item) if isinstance(item, Tensor) else ConstantPart(item) for item in inner])
     return SubclassLayout(type(tensor), tuple(attributes), parts, context, tensor.size(), tensor.stride())
 
 
@@ -61,8 +61,8 @@ def append_parts(tensor: Tensor, layout: TensorLayout, parts: list[Tensor]) -> b
         return False
     for name, part in zip(layout.attributes, layout.parts, strict=True):
         item = getattr(tensor, name)
-        if isinstance(part, Constant) or not isinstance(item, Tensor):
-            if Constant(item) != part:
+        if isinstance(part, ConstantPart) or not isinstance(item, Tensor):
+            if ConstantPart(item) != part:
                 return False
         elif not append_parts(item, part, parts):
             return False
@@ -73,14 +73,16 @@ def count_plain(layout: TensorLayout) -> int:
     """Returns the number of plain tensors of a tensor of this layout."""
     if layout is None:
         return 1
-    return sum([count_plain(part) for part in layout.parts if not isinstance(part, Constant)])
+    return sum([count_plain(part) for part in layout.parts if not isinstance(part, ConstantPart)])
 
 
 def layout_text(layout: TensorLayout) -> str:
     """Returns a text that is equal for equal layouts, in other processes too; "" for a plain tensor."""
     if layout is None:
         return ""
-    parts = ", ".join([str(part.value) if isinstance(part, Constant) else layout_text(part) for part in layout.parts])
+    parts = ", ".join(
+        [str(part.value) if isinstance(part, ConstantPart) else layout_text(part) for part in layout.parts]
+    )
     return f"{layout.kind.__name__}({parts}) {layout.context} of {tuple(layout.size)}"
 
 
@@ -90,7 +92,7 @@ def plain_tensors(tensor: Tensor, layout: TensorLayout) -> Iterator[Tensor]:
         yield tensor
         return
     for name, part in zip(layout.attributes, layout.parts, strict=True):
-        if not isinstance(part, Constant):
+        if not isinstance(part, ConstantPart):
             yield from plain_tensors(getattr(tensor, name), part)
 
 
@@ -99,7 +101,7 @@ def build(layout: TensorLayout, plain: Iterator[Tensor]) -> Tensor:
     if layout is None:
         return next(plain)
     inner = {
-        name: part.value if isinstance(part, Constant) else build(part, plain)
+        name: part.value if isinstance(part, ConstantPart) else build(part, plain)
         for name, part in zip(layout.attributes, layout.parts, strict=True)
     }
     tensor: Tensor = layout.kind.__tensor_unflatten__(inner, layout.context, layout.size, layout.stride)

@@ -45,7 +45,7 @@ _VIEW_OF: Mapping[object, OpOverload] = {
 
 
 @dataclass(frozen=True)
-class ViewStep:
+class SliceStep:
     """One view of a tensor.
 
     Fields:
@@ -72,7 +72,7 @@ class SliceWrite:
     """
 
     base: Node
-    view_steps: tuple[ViewStep, ...]
+    view_steps: tuple[SliceStep, ...]
     source: Node | None
     parts: tuple[Node, ...] = ()
     scatters: bool = False
@@ -80,7 +80,7 @@ class SliceWrite:
 
 def match_slice_write(node: Node, fakes: Fakes) -> SliceWrite | None:
     """Returns the slice that a call overwrites in a copy of its first operand, or None for other calls."""
-    view_steps: list[ViewStep] = []
+    view_steps: list[SliceStep] = []
     parts: list[Node] = []
     call = node
     while True:
@@ -104,14 +104,14 @@ def match_slice_write(node: Node, fakes: Fakes) -> SliceWrite | None:
     return SliceWrite(base, tuple(view_steps), None, (*parts, *([source] if copied is not source else [])))
 
 
-def _scatters_into_view(source: Node, view_steps: Sequence[ViewStep], base: Node, fakes: Fakes) -> bool:
+def _scatters_into_view(source: Node, view_steps: Sequence[SliceStep], base: Node, fakes: Fakes) -> bool:
     """Whether a node that only a slice write uses writes a copy of the view: `x[0].index_copy_(...)`."""
     if not isinstance(source.target, OpOverload) or operator_name(source.target) not in IN_PLACE_VARIANTS:
         return False
     return len(source.users) == 1 and _is_view_through(source.args[0], view_steps, base, fakes)
 
 
-def _is_view_through(view: object, view_steps: Sequence[ViewStep], base: Node, fakes: Fakes) -> bool:
+def _is_view_through(view: object, view_steps: Sequence[SliceStep], base: Node, fakes: Fakes) -> bool:
     """Whether a node is the view of `base` after these steps: `x[i] += y` ends with a write of `x[i]` to itself."""
     for step in reversed(view_steps):
         if not isinstance(view, Node) or not view.args or not _matches_step(view, step, view.args[0], fakes):
@@ -120,7 +120,7 @@ def _is_view_through(view: object, view_steps: Sequence[ViewStep], base: Node, f
     return view is base
 
 
-def _match_view_step(node: Node, fakes: Fakes) -> ViewStep | None:
+def _match_view_step(node: Node, fakes: Fakes) -> SliceStep | None:
     """Returns the view that a call overwrites, by its own arguments; None for other calls."""
     view = _VIEW_OF.get(node.target)
     if view is None or node.kwargs or len(node.args) < 2:
@@ -135,7 +135,7 @@ def _match_view_step(node: Node, fakes: Fakes) -> ViewStep | None:
     end = _argument(node, 4, None) if view is _SLICE else None
     if position is None or not all(_is_static_or_index(item, fakes) for item in (*position, end) if item is not None):
         return None
-    return ViewStep(view, position, source_node, end)
+    return SliceStep(view, position, source_node, end)
 
 
 def _position(node: Node, view: OpOverload, first: int, base: torch.Tensor) -> tuple[Any, ...] | None:
@@ -184,7 +184,7 @@ def _fake(item: object, fakes: Fakes) -> FakeValue:
     return fakes.get(item) if isinstance(item, Node) else item
 
 
-def _matches_step(view: object, step: ViewStep, base: object, fakes: Fakes) -> bool:
+def _matches_step(view: object, step: SliceStep, base: object, fakes: Fakes) -> bool:
     """Whether a node is the view of `base` at a step."""
     if not isinstance(view, Node) or view.target is not step.operator or view.args[0] is not base or view.kwargs:
         return False
@@ -225,7 +225,7 @@ class _SliceResolver:
     offset: Size
     checks: list[Assert] = field(default_factory=list)
 
-    def apply(self, step: ViewStep) -> None:
+    def apply(self, step: SliceStep) -> None:
         """Replaces the view by a view of it."""
         shape = self.builder.fakes[step.shape_source].shape
         if step.operator is _STRIDED:
