@@ -118,11 +118,11 @@ def program_outputs(program: Program, convention: CallingConvention) -> tuple[Pr
 
 
 def signature_text(program: Program, convention: CallingConvention) -> str:
-    """Returns the signature for people: a line for each flat input, for the result, each flat output and symbol."""
+    """Returns the signature for people: a line for each flat input, for a tree of outputs, each output and symbol."""
     infos = symbol_infos(program)
     inputs, outputs = program_inputs(program, convention), program_outputs(program, convention)
-    lines = [f"  {item}" for item in inputs] + [f"  returns {tree_text(convention.result)}"]
-    lines += [f"  {item}" for item in outputs]
+    tree = [] if convention.result.is_leaf() else [f"returns {tree_text(convention.result)}"]
+    lines = [f"  {item}" for item in (*inputs, *tree, *outputs)]
     symbols = [symbol for leaf in inputs for symbol in leaf.symbols]
     symbols += [symbol for output in outputs for symbol in output.symbols]
     names = sorted({symbol.name for symbol in symbols})
