@@ -23,7 +23,6 @@ from fxwrap.artifact.native_target import TARGETS
 from fxwrap.artifact.program_text import check_kernels, write_program
 from fxwrap.artifact.user_kernels import with_ordinary_kernels
 from fxwrap.converters.cpp.library import is_compiled_by_triton
-from fxwrap.converters.emission import emit
 from fxwrap.converters.emitted_program import EmittedProgram, kernel_uses
 from fxwrap.converters.fx import to_fx
 from fxwrap.devices import language_traits
@@ -129,9 +128,8 @@ def program_content(content: SavedContent, emitted: EmittedProgram, label: str, 
     `emitted` is the program in the form of its emitter, `label` names it in errors, and `call` describes how it is
     called. Raises as `save_program` does.
     """
-    program, file = _checked(content.program, label, with_payloads=True), io.BytesIO()
-    if program is not content.program:
-        emitted, content = emit(program, content.emitter), replace(content, program=program)
+    program, file = content.program, io.BytesIO()
+    _check(program, label, with_payloads=True)
     metadata = {**_metadata(content), "call": call}
 
     def add_code(writer: ArchiveWriter) -> dict[str, object]:
@@ -180,11 +178,16 @@ def _report_guarded_sizes(program: Program, path: str) -> None:
 def _checked(program: Program, label: str, *, with_payloads: bool) -> Program:
     """Returns a program with checked windows. Raises ArtifactError for one that cannot be saved."""
     program = check_windows(program)
+    _check(program, label, with_payloads=with_payloads)
+    return program
+
+
+def _check(program: Program, label: str, *, with_payloads: bool) -> None:
+    """Raises ArtifactError for a program that cannot be saved."""
     check_kernels(program, label)
     check_no_objects(program, label)
     if with_payloads or program.store.tensors:
         check_savable(program, label)
-    return program
 
 
 def _write_archive(

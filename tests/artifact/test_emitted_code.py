@@ -14,8 +14,8 @@ from fxwrap.artifact import LoadedProgram, SavedContent, load_content, loading, 
 from fxwrap.converters.emission import emit
 from fxwrap.devices import DeviceSpec, scoped_registration
 from fxwrap.errors import ArtifactError
-from tests.artifact.archives import archive_of, entries_of, with_manifest
 from tests.artifact.programs import Small, batch
+from tests.artifact.test_bad_files import archive_of, entries_of, with_manifest
 from tests.artifact.test_fresh_process import partitioned
 from tests.devices.copy_engine import AbacusCopy
 from tests.support.samples import SAMPLES
@@ -72,6 +72,34 @@ def test_a_program_is_read_when_it_is_asked_for(emitter: str, parses: list[str])
     assert loaded.source == subject.source
     assert loaded.program == subject.program and loaded.key == subject.key
     assert len(parses) == 1
+
+
+def _of_any_size() -> fxwrap.Program:
+    """A program with a window that is inside of its memory for some sizes only, as memory planning makes them."""
+    return fxwrap.parse("""
+program @halves(s0: int, n0: int, %x: borrowed f32[s0]@cpu) {
+  %pool = memory.pool() : u8[8*n0]@cpu
+  %y = memory.pool_slice(%pool) offset=4*n0 : f32[s0]@cpu
+  extern.call @aten.neg.out(%x) outs=(%y)
+  control.return(%y)
+}
+""")
+
+
+@pytest.mark.parametrize("is_same_version", [True, False])
+def test_the_code_of_a_cache_is_that_of_the_compile(is_same_version: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks of windows, as in files that others may write, would be emitted and compiled again for the entry."""
+    program, compiles = _of_any_size(), []
+    emitted = emit(program, "cpp")
+    x = torch.randn(3)
+    assert torch.equal(emitted.flat(3, 3, x)[0], -x)
+    monkeypatch.setattr("fxwrap.runtime.native.build.run_compiler", lambda *arguments, **_: compiles.append(arguments))
+    content = program_content(SavedContent(program, "cpp"), emitted, "entry", {})
+    if not is_same_version:
+        monkeypatch.setattr("fxwrap.artifact.emitted_code.code_identity", lambda: "of another version")
+    loaded = load_content(content, "entry")
+    assert torch.equal(loaded.flat(3, 3, x)[0], -x) and not compiles
+    assert loaded.source == emitted.source and loaded.program == program
 
 
 @pytest.mark.parametrize("emitter", TEXTS)
