@@ -24,6 +24,7 @@ from fxwrap.fx_passes.graph_copy import CallResults, can_propagate_fake, run_on_
 from fxwrap.fx_passes.joint_backward import operators_of_options
 from fxwrap.fx_passes.joint_graph_builder import HALF, JointGraphBuilder
 from fxwrap.fx_passes.matmuls import is_outer_product
+from fxwrap.fx_passes.permuted_sums import gather_permuted_sums
 from fxwrap.fx_passes.pooling_offsets import save_window_offsets
 from fxwrap.fx_passes.prepared_graph import Target
 from fxwrap.fx_passes.recognize_attention import recognize_attention_in_joint_graph
@@ -368,10 +369,8 @@ _DECOMPOSITIONS: Mapping[Target, Callable[..., Node | None]] = {
 _SOFTMAX_DECOMPOSITIONS: Mapping[Target, Callable[..., Node | None]] = {_aten._softmax.default: _wide_softmax}
 
 JOINT_GRAPH_PASSES: tuple[Step[GraphModule, Options], ...] = (
-    Step(
-        "inline_subgraph_calls", "inline the graphs of operators that only call them (control_deps, invoke_quant)",
-        lambda joint, _options: inline_subgraph_calls(joint),
-    ),
+    Step("inline_subgraph_calls", "inline the graphs of operators that only call them (control_deps, invoke_quant)",
+         lambda joint, _options: inline_subgraph_calls(joint)),
     Step("drop_unread_block_lists", "let FlexAttention without a block mask read no lists of blocks",
          lambda joint, _options: drop_unread_block_lists(joint)),
     Step("decompose_for_recomputation", "decompose operators that are cheap to recompute in the backward",
@@ -380,6 +379,8 @@ JOINT_GRAPH_PASSES: tuple[Step[GraphModule, Options], ...] = (
          recognize_attention_in_joint_graph, "fuse", lambda options: options.fuse),
     Step("group_expert_loops", "turn loops over experts, and their backward, into grouped matmuls on sorted rows",
          group_expert_loops_in_joint_graph, "fuse", lambda options: options.fuse),
+    Step("gather_permuted_sums", "turn sums of rows at the places of a permutation into gathers",
+         gather_permuted_sums, "fuse", lambda options: options.fuse),
     Step("decompose_wide_softmax", "decompose softmaxes in float32 whose operands are in half precision",
          decompose_wide_softmax),
     Step("recompute_dropout", "compute dropouts again in the backward, from their masks", recompute_dropout),
