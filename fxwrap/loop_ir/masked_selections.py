@@ -30,8 +30,9 @@ def drop_repeated_masks(kernel: Kernel) -> Kernel:
 def _repeats(kernel: Kernel, selection: Compute) -> bool:
     mask, chosen, other = selection.operands
     constant = kernel.operations[other]
-    is_exact = isinstance(constant, Constant) and constant.value in _EXACT
-    return is_exact and _is_constant(kernel, chosen, mask, _text(constant.value))
+    if not isinstance(constant, Constant) or constant.value not in _EXACT:
+        return False
+    return _is_constant(kernel, chosen, mask, _text(constant.value))
 
 
 _EXACT = (0, math.inf, -math.inf)

@@ -134,16 +134,20 @@ def _plan_split(kernel: Kernel, hint: Callable[[Size], int], multiprocessors: in
         if parts is not None:
             part, rest = Axis("part", parts), Axis("inner", ceiling_divide(product(sizes), parts))
             rows = delinearize_index(as_index(part) * rest.size + rest, sizes)
-            reduced, mapping = (rest, *others), dict(zip(first, rows, strict=True))
+            reduced = (rest, *others)
             size = product(axis.size for axis in reduced)
-            return SplitPlan(kernel.reduced, part, reduced, dict(mapping), size, None, columns=columns)
+            return SplitPlan(
+                kernel.reduced, part, reduced, dict(zip(first, rows, strict=True)), size, None, columns=columns
+            )
     equal = _closest_divisor(whole, wanted, reach, wave)
     part = Axis("part", wanted if equal is None else equal)
     each = Axis("inner", ceiling_divide(whole, part.size))
     position = as_index(part) * each.size + each
-    old = dict(zip(split, delinearize_index(position, [axis.size for axis in split]), strict=True))
+    mapping: dict[Atom, IndexLike] = dict(
+        zip(split, delinearize_index(position, [axis.size for axis in split]), strict=True)
+    )
     inside = position if equal is None else None
-    return SplitPlan(kernel.reduced, part, (each,), dict(old), each.size, inside, columns=columns)
+    return SplitPlan(kernel.reduced, part, (each,), mapping, each.size, inside, columns=columns)
 
 
 def _transposed_columns(kernel: Kernel, hint: Callable[[Size], int]) -> tuple[Axis, ...]:
