@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -102,8 +101,8 @@ class AttentionRewriter:
             order = _order_of(formula, chain)
             forward = self._forward_call(before, formula, functions, tensors, buffers, order, name)
             if formula.logsumexp is not None:
-                self._replace_logsumexp(formula.logsumexp, before, self._element(before, forward, 1, name), name)
-            result = self._element(before, forward, 0, name)
+                self._replace_logsumexp(formula.logsumexp, before, self.copy.element(before, forward, 1, name), name)
+            result = self.copy.element(before, forward, 0, name)
         self._replace_output(formula, chain, before, result, name)
 
     def _kernel_operands(self, before: Node, operands: AttentionOperands, name: str) -> list[Node]:
@@ -116,11 +115,6 @@ class AttentionRewriter:
     ) -> tuple[Node, ...]:
         """Returns the tensors that functions of scores read."""
         return tuple([read_buffer(self.copy, before, item, operands.heads, name) for item in reads])
-
-    def _element(self, before: Node, call: Node, position: int, name: str) -> Node:
-        """Returns one of the results of a call."""
-        fake = self.copy.fakes[call][position]
-        return self.copy.call(before, operator.getitem, (call, position), name, fake=fake)
 
     def _first_result(
         self, formula: AttentionFormula, operands: AttentionOperands, reads: Sequence[ReadTensor]
@@ -181,7 +175,7 @@ class AttentionRewriter:
         buffers = self._buffers(before, operands, reads, name)
         order_in_memory = _order_of(formula, chain)
         forward = self._forward_call(before, formula, functions.forward, tensors, buffers, order_in_memory, name)
-        results = [self._element(before, forward, position, name) for position in range(3)]
+        results = [self.copy.element(before, forward, position, name) for position in range(3)]
         self._replace_output(formula, chain, before, results[0], name)
         if formula.logsumexp is not None:
             total = copy.call(before, _aten.add.Tensor, (results[1], results[2]), name)
@@ -304,7 +298,7 @@ class AttentionRewriter:
         nodes = (backward.grad_query, backward.grad_key, backward.grad_value)
         for index, node in enumerate(nodes):
             if node is not None:
-                result = self._element(before, call, index, name)
+                result = self.copy.element(before, call, index, name)
                 if node.target in (_aten.bmm.default, _aten.mm.default):
                     if node in backward.transposed:
                         result = copy.call(before, _aten.transpose.int, (result, -2, -1), name)
@@ -314,9 +308,9 @@ class AttentionRewriter:
                     result = copy.call(before, _aten.unsqueeze.default, (result, 2), name)
                 copy.substitute(node, result, "fused", tuple(backward.inner))
         if backward.matrices:
-            captured = self._element(before, call, 3, name)
+            captured = self.copy.element(before, call, 3, name)
         for index, node in enumerate(backward.matrices):
-            result = self._element(before, captured, index, name)
+            result = self.copy.element(before, captured, index, name)
             sizes = copy.size_arguments(before, fakes[node].shape)
             result = copy.call(before, _aten.view.default, (result, sizes), name)
             if sink is not None and not same_strides(copy.fakes[result], fakes[node]):  # columns of a wider matrix
@@ -340,7 +334,7 @@ class AttentionRewriter:
         sizes = copy.size_arguments(before, fake.shape)
         unused = copy.call(before, _aten.empty.memory_format, (sizes,), name, keywords)
         call = copy.call(before, _aten.native_dropout.default, (unused, *dropout.node.args[1:]), name)
-        copy.substitute(dropout.mask, copy.call(before, operator.getitem, (call, 1), name), "fused")
+        copy.substitute(dropout.mask, copy.element(before, call, 1, name), "fused")
 
     def _gradient_fakes(
         self, tensors: Sequence[Node], backward: AttentionBackward, matrices: tuple[FakeTensor, ...]

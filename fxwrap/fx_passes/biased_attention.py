@@ -189,9 +189,7 @@ def _replace(copy: GraphCopy, call: _Call, fakes: NodeValues) -> None:
     results = result_fakes(fakes[call.outputs[0]])
     arguments = (*operands, modules["scores"], single_block(modules["mask"]), scale, options, (bias,), ())
     forward = copy.call(before, flex_attention_operator(), arguments, name, fake=results)
-    output, total, maxima = [
-        copy.call(before, operator.getitem, (forward, index), name, fake=results[index]) for index in range(3)
-    ]
+    output, total, maxima = [copy.element(before, forward, position, name) for position in range(3)]
 
     before, name = copy.node_map[call.backward], f"{name}_backward"
     functions = {"scores": relative, "joint": joint, "mask": mask_mod}
@@ -202,12 +200,18 @@ def _replace(copy: GraphCopy, call: _Call, fakes: NodeValues) -> None:
     matrices: tuple[Any, ...] = () if dtype is None else (joint.graph.output_node().args[0][-1].meta["val"],)  # type: ignore[index, union-attr]
     gradients = (*_operand_gradients(call, copy, operands), matrices)
     backward = copy.call(before, flex_attention_backward_operator(), arguments, name, fake=gradients)
+    _substitute_results(copy, call, output, backward, name)
+
+
+def _substitute_results(copy: GraphCopy, call: _Call, output: Node, backward: Node, name: str) -> None:
+    """Replaces the results of a library's calls by those of FlexAttention's, and erases the calls."""
+    before = copy.node_map[call.backward]
     of_statistics = [user for item in call.statistics for user in item.users if user is not call.backward]
     unused = [user for user in call.backward.users if user not in call.gradients.values()]
     for position, user in call.gradients.items():
-        result = copy.call(before, operator.getitem, (backward, position), name, fake=gradients[position])
+        result = copy.element(before, backward, position, name)
         if position == _GRAD_BIAS:
-            result = copy.call(before, operator.getitem, (result, 0), name, fake=matrices[0])
+            result = copy.element(before, result, 0, name)
         copy.substitute(user, result, "fused")
     for item in call.outputs:
         copy.substitute(item, output, "fused")

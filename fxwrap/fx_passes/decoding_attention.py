@@ -98,10 +98,9 @@ def _replace(
     scale = arguments.get("scale")
     if scale is None:
         scale = fake.shape[3] ** -0.5
-    results = result_fakes(copy.fakes[before][0])
     operands: tuple[object, ...] = (query, key, value, score_mod, single_block(mask_mod), scale, {}, buffers, ())
-    call = copy.call(before, flex_attention_operator(), operands, name, fake=results)
-    output = copy.call(before, operator.getitem, (call, 0), name, fake=results[0])
+    call = copy.call(before, flex_attention_operator(), operands, name, fake=result_fakes(copy.fakes[before][0]))
+    output = copy.element(before, call, 0, name)
     for user in node.users:
         copy.substitute(user, output, "fused", (node,))
 

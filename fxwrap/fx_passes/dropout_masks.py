@@ -91,7 +91,7 @@ class _Noise:
         before, name = copy.node_map[self.nodes[1]], dropout.name
         arguments = (copy.node_map[operand], 1.0 - self.probability, True)
         call = copy.call(before, _DROPOUT, arguments, name, origin=copy.node_map[dropout])
-        result, mask = [copy.call(before, operator.getitem, (call, part), name) for part in range(2)]
+        result, mask = [copy.element(before, call, part, name) for part in range(2)]
         copy.substitute(dropout, result, "fused")
         for product, gradient in gradients:
             factors: tuple[Any, ...] = (copy.node_map[gradient], mask, 1.0 / self.probability)

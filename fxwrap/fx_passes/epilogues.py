@@ -7,7 +7,6 @@ the activation may do other work, so that only timing tells which is faster.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 
@@ -144,6 +143,6 @@ def _fuse_gelu(copy: GraphCopy, match: GeluMatmul) -> None:
     bias = None if matmul.bias is None else copy.node_map[matmul.bias]
     operands = (copy.node_map[matmul.left], copy.node_map[matmul.right], bias)
     call = copy.call(before, torch.ops.fxwrap.gelu_matmul.default, operands, f"{name}_gelu")
-    result, stored = [copy.call(before, operator.getitem, (call, index), f"{name}_{index}") for index in (0, 1)]
+    result, stored = [copy.element(before, call, index, f"{name}_{index}") for index in (0, 1)]
     _substitute_view(copy, match.gelu.result, result, match.gelu.nodes[:-1])
     copy.substitute(matmul.node, stored, "fused")

@@ -12,7 +12,6 @@ at once.
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -260,8 +259,7 @@ class _Call:
             copy.fakes[copy.node_map[node]] = copy.node_map[node].meta["val"] = gradients.sums
         (whole, *_) = [copy.node_map[node] for node in self._tuples[1:]]
         after = whole.next
-        sums = [copy.call(after, operator.getitem, (whole, number), name, fake=fake, origin=call)
-                for number, fake in enumerate(gradients.sums)]  # fmt: skip
+        sums = [copy.element(after, whole, number, name, origin=call) for number in range(len(gradients.sums))]
 
         def compute(leading: Sequence[Tensor], arguments: Any) -> list[Tensor]:
             dense = gradients.after(*leading, *arguments[12])
@@ -296,8 +294,7 @@ class _Call:
         body = self._copy.attribute(self._before, f"{name}_body", module)
         operands = [self._copy.node_map[item] for item in self._operands]
         loop = self._copy.call(self._before, map_impl, (body, [*over], operands), name, fake=stacked)
-        indices = range(len(stacked))
-        return [self._copy.call(self._before, operator.getitem, (loop, index), name) for index in indices]
+        return [self._copy.element(self._before, loop, index, name) for index in range(len(stacked))]
 
     def _traced(
         self, function: Callable[..., object], values: Sequence[object], keeps_scatters: bool = False

@@ -317,6 +317,11 @@ class GraphCopy:
         self.fakes[call] = fake
         return call
 
+    def element(self, before: Node, call: Node, position: int, name: str, origin: Node | None = None) -> Node:
+        """Inserts a read of one of the results of a call of the copy, as `call` does."""
+        fake = self.fakes[call][position]
+        return self.call(before, operator.getitem, (call, position), name, fake=fake, origin=origin)
+
     def hoist(self, nodes: Iterable[Node], before: Node, written: Collection[int]) -> bool:
         """Moves nodes of the copy, and what they are computed from, before another node; returns whether it can.
 
