@@ -209,6 +209,7 @@ class AttentionTraits:
             kernel than as two matmuls and a kernel between them.
         streaming_backward_sizes: the same for forward and backward of training together.
         streaming_backward_width: the widest heads with which that is so.
+        streaming_bias_width: the widest heads with which kernels are faster than a library's attention with a bias.
         streaming_mask_rows: by dtype, the largest sizes with which forward and backward of training are faster than a
             library's attention with a mask that needs no gradient.
         streaming_dropout_sizes: the same as for forward and backward together for formulas with dropout, whose mask is
@@ -224,6 +225,7 @@ class AttentionTraits:
     streaming_sizes: SizesByDtype = ()
     streaming_backward_sizes: SizesByDtype = ()
     streaming_backward_width: int = 512
+    streaming_bias_width: int = 512
     streaming_mask_rows: SizesByDtype = ()
     streaming_dropout_sizes: SizesByDtype = ()
     decoding_rows: SizesByDtype = ()
@@ -461,7 +463,8 @@ CUDA = DeviceSpec(
     attention=AttentionTraits(
         streaming_sizes=((torch.float16, 16), (torch.bfloat16, 16)),
         streaming_backward_sizes=((torch.bfloat16, 32),),
-        streaming_backward_width=64,
+        streaming_backward_width=128,
+        streaming_bias_width=64,
         streaming_mask_rows=((torch.bfloat16, 512),),
         streaming_dropout_sizes=((torch.bfloat16, 512),),
         library_sizes=((torch.float16, 512), (torch.bfloat16, 512)),

@@ -157,7 +157,7 @@ def _is_faster(call: _Call, fakes: NodeValues, context: FxPassContext) -> bool:
         all(type(size) is int for size in sizes)
         and least is not None
         and min(query.shape[2], key.shape[2]) >= least
-        and max(widths) <= spec.attention.streaming_backward_width
+        and max(widths) <= spec.attention.streaming_bias_width
         and has_attention_kernel(tensors, widths, context.options)
     )
 

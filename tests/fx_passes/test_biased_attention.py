@@ -156,7 +156,7 @@ def test_a_gradient_that_is_returned_with_padded_rows_stays() -> None:
      (128, 64, False, False)],
 )  # fmt: skip
 def test_joint_graphs_for_gpus(width: int, length: int, trains_bias: bool, is_replaced: bool) -> None:
-    assert CUDA.attention.streaming_backward_width == 64
+    assert CUDA.attention.streaming_bias_width == 64
     sizes = [(BATCH, HEADS, length, width)] * 4 + [(1, HEADS, length, length)]
     with FakeTensorMode():
         inputs = [torch.empty(size, dtype=torch.bfloat16, device="cuda") for size in sizes]
@@ -165,6 +165,25 @@ def test_joint_graphs_for_gpus(width: int, length: int, trains_bias: bool, is_re
     targets = [node.target for node in joint.graph.nodes]
     assert [target in targets for target in _LIBRARY] == [not is_replaced] * 2
     names = [str(target) for target in targets]
+    assert [name in names for name in ("flex_attention", "flex_attention_backward")] == [is_replaced] * 2
+
+
+@pytest.mark.parametrize(("width", "is_replaced"), [(64, True), (128, True), (192, False)])
+def test_formulas_for_gpus(width: int, is_replaced: bool) -> None:
+    """Heads of 128 are trained by kernels, although a library's call with a bias stays."""
+
+    def trained(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        weights = torch.softmax(torch.bmm(query, key.mT) * 0.125, -1)
+        of_weights = torch.bmm(gradient, value.mT)
+        scores = torch.ops.aten._softmax_backward_data(of_weights, weights, -1, weights.dtype) * 0.125
+        gradients = torch.bmm(scores, key), torch.bmm(query.mT, scores), torch.bmm(weights.mT, gradient)
+        return (torch.bmm(weights, value), *gradients)
+
+    with FakeTensorMode():
+        inputs = [torch.empty(HEADS, 256, width, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+        joint = make_fx(trained)(*inputs)
+    joint = recognize_attention_in_joint_graph(joint, fxwrap.Options())
+    names = [str(node.target) for node in joint.graph.nodes]
     assert [name in names for name in ("flex_attention", "flex_attention_backward")] == [is_replaced] * 2
 
 
