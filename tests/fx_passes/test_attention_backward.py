@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fxwrap
 from fxwrap.devices import CPU
+from fxwrap.fx_passes import attention_score_gradients
 from fxwrap.lowering.program import lower_with_coverage
 from tests.fx_passes.test_recognize_attention import BATCH, DTYPES, QUIET, Formula
 from tests.lowering.planned_programs import (
@@ -53,7 +55,7 @@ FORMULAS = st.builds(
     width=st.sampled_from((2, 4)), value_width=st.sampled_from((2, 6)),
     dtype=st.sampled_from(DTYPES), upcasts=st.booleans(), scale=st.sampled_from(("query", "key", "scores", "none")),
     divides=st.booleans(), bias=st.none() | st.tuples(st.booleans(), st.booleans()),
-    mask=st.sampled_from(("none", "filled", "where", "added", "causal", "lowest", "product")),
+    mask=st.sampled_from(("none", "filled", "where", "added", "causal", "lowest", "earlier", "product")),
     written_out=st.just(False), transposes=st.booleans(), merged=st.booleans(),
     sink=st.sampled_from(("none", "last", "first")), shift=st.sampled_from(("none", "max", "amax", "detached")),
     factor=st.sampled_from(("none", "head", "matrix", "divides", "mask")),
@@ -99,7 +101,8 @@ def test_random_formulas(formula: Formula, trains_bias: bool) -> None:
     inputs = _gradient_and(formula.inputs(), formula)
     trained = [*range(4 if trains_bias and formula.bias is not None else 3), *range(5, len(inputs) - 1)]
     step = _step(formula, trained)
-    planned = check_graph(make_fx(step)(*inputs), inputs, OPTIONS)
+    with mock.patch.object(attention_score_gradients, "_LONG", 1):
+        planned = check_graph(make_fx(step)(*inputs), inputs, OPTIONS)
     assert sorted(set(_launched(planned))) == sorted(KERNELS)
     assert not planned.calls
     squares = torch.zeros(())

@@ -54,7 +54,8 @@ class Formula:
         dtype: that of all operands; `upcasts` computes the softmax in float32.
         scale: what is multiplied: "query", "key", "scores", "baddbmm" or "none"; `divides` divides instead.
         bias: the sizes of a bias that is added, with 1 where it is broadcast, or None.
-        mask: "none", "filled", "where", "added", "causal", "lowest" (finfo.min) or "product" (1 - mask, scaled).
+        mask: "none", "filled", "where", "added", "causal", "lowest" (finfo.min), "earlier" (the same, by positions: the
+            first two rows have no key) or "product" (1 - mask, scaled).
         written_out: the softmax is its formula too.
         transposes: the result is (batch, rows, heads * width).
         merged: scores are (batch * heads, rows, keys).
@@ -166,6 +167,10 @@ class Formula:
                 return scores + torch.where(row + 1 > key, 0.0, -1e4).to(scores.dtype)
             case "lowest":
                 return torch.where(mask, scores, lowest)
+            case "earlier":
+                row, key = torch.arange(self.rows)[:, None], torch.arange(self.keys)
+                lowest = max(lowest, torch.finfo(torch.float32).min)  # scores may be cast to float32
+                return torch.where((key <= row) & (row > 1), scores, lowest)
             case "product":
                 return scores + (1.0 - mask.to(scores.dtype)) * -1e4
             case _:
@@ -219,7 +224,7 @@ FORMULAS = st.builds(
     dtype=st.sampled_from(DTYPES), upcasts=st.booleans(),
     scale=st.sampled_from(("query", "key", "scores", "baddbmm", "none")), divides=st.booleans(),
     bias=st.none() | st.tuples(st.booleans(), st.booleans()),
-    mask=st.sampled_from(("none", "filled", "where", "added", "causal", "lowest", "product")),
+    mask=st.sampled_from(("none", "filled", "where", "added", "causal", "lowest", "earlier", "product")),
     written_out=st.booleans(), transposes=st.booleans(), merged=st.booleans(),
     widens=st.booleans(), sink=st.sampled_from(("none", "none", "last", "first")),
     shift=st.sampled_from(("none", "max", "amax")),
