@@ -32,6 +32,7 @@ from fxwrap.printers.triton.accesses import (
     Hint,
     contiguous_axes,
     contiguous_run,
+    full_tile_loads,
     has_vectors,
     is_unaligned,
     itemsize,
@@ -160,10 +161,11 @@ def _pointwise_block(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) 
         is_window = max(loads.values(), default=0) > _WINDOW_LOADS
         elements = min(2 * elements, _WINDOW_ELEMENTS) if is_window else 2 * elements
     has_windows = overlaps or max(loads.values(), default=0) >= MANY_LOADS
-    if loads.total() >= MANY_LOADS and (gathers or has_windows):
-        elements = max(MAX_LOADED_ELEMENTS // next_power_of_2(loads.total()), 2)
+    count = len(full_tile_loads(kernel))  # those along a side of a tile, as of tables of indices, are few
+    if count >= MANY_LOADS and (gathers or has_windows):
+        elements = max(MAX_LOADED_ELEMENTS // next_power_of_2(count), 2)
     is_window = not gathers and max(loads.values(), default=0) >= _WINDOW_LOADS
-    warps = _WINDOW_WARPS if is_window and MANY_LOADS <= loads.total() <= 2 * MANY_LOADS else 4
+    warps = _WINDOW_WARPS if is_window and MANY_LOADS <= count <= 2 * MANY_LOADS else 4
     moved_bytes = sum(itemsize(kernel, access) for access in moved if inner in access.index.axes())
     if 128 * elements * moved_bytes < spec.min_program_bytes:
         elements *= 2
