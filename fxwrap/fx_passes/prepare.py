@@ -26,6 +26,7 @@ from fxwrap.fx_passes.in_place_calls import replace_in_place_calls
 from fxwrap.fx_passes.layout_changes import replace_layout_changes
 from fxwrap.fx_passes.layouts import optimize_layouts
 from fxwrap.fx_passes.matmuls import pack_matmuls, rewrite_vector_products, unfuse_biases
+from fxwrap.fx_passes.narrow_sorts import narrow_sorts
 from fxwrap.fx_passes.negative_views import resolve_negative_views
 from fxwrap.fx_passes.packed_weights import dequantise_packed_weights
 from fxwrap.fx_passes.pad_mm import pad_matmuls
@@ -102,6 +103,9 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     Step(
         "reduce_sums_once", "reduce a sum of tensors by one collective instead of adding reduced ones",
         lambda graph, _context: reduce_sums_once(graph), "fuse", _fuses,
+    ),
+    Step(
+        "narrow_sorts", "sort integers of a known small range by keys of few bits", narrow_sorts, "fuse", _fuses,
     ),
     Step(
         "dequantise_packed_weights", "turn matmuls of many rows and packed weights into matmuls of dequantised ones",
