@@ -21,6 +21,7 @@ from fxwrap.fx_passes import (
     decomposition_table,
     pack_query_groups,
     partitioner,
+    replace_in_place_functions,
     replace_stream_methods,
     simplify_attention_masks,
 )
@@ -56,6 +57,10 @@ DYNAMO_PASSES: tuple[Step[GraphModule, Options], ...] = (
     Step(
         "replace_stream_methods", "turn method calls on streams and events into operators (torch 2.11)",
         lambda graph, _options: replace_stream_methods(graph),
+    ),
+    Step(
+        "replace_in_place_functions", "activations and sums on intermediates return results, which trace faster",
+        replace_in_place_functions, "fuse", lambda options: options.fuse,
     ),
     Step(
         "simplify_attention_masks", "remove all-true attention masks, detect causal ones, make others contiguous",

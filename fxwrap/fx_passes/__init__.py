@@ -4,6 +4,7 @@ from fxwrap.fx_passes.attention_masks import *
 from fxwrap.fx_passes.decompositions import *
 from fxwrap.fx_passes.fake_propagation import *
 from fxwrap.fx_passes.grouped_queries import *
+from fxwrap.fx_passes.in_place_functions import *
 from fxwrap.fx_passes.joint_graph import *
 from fxwrap.fx_passes.model_source import *
 from fxwrap.fx_passes.pad_mm import *
