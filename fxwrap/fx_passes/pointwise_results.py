@@ -7,16 +7,22 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxwrap.fx_passes.graph_copy import fresh_like, is_dense, items_of, layout_text
+from fxwrap.fx_passes.graph_copy import expressions_of, fresh_like, is_dense, items_of
 from fxwrap.fx_passes.prepared_graph import NodeValues
-from fxwrap.torch_compat import FakeTensor, OpOverload
+from fxwrap.torch_compat import FakeTensor, OpOverload, symbol_bounds, without_guards
 
-_aten = torch.ops.aten
 _NORMALIZATIONS = frozenset({
     "aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit_no_training.default",
     "aten.native_batch_norm_backward.default",
 })  # fmt: skip
 """Pointwise operators but for statistics, vectors of a channel each."""
+
+_UNTAGGED = frozenset({
+    "aten._to_copy.default", "aten.hardsigmoid_backward.default", "aten.hardswish.default",
+    "aten.hardswish_backward.default", "aten.hardtanh_backward.default", "aten.leaky_relu.default",
+    "aten.leaky_relu_backward.default",
+})  # fmt: skip
+"""Pointwise operators that torch 2.11 does not tag as such."""
 
 _CONTIGUOUS = frozenset({"aten.masked_fill.Scalar", "aten.mvlgamma.default", "aten.native_dropout_backward.default"})
 """Pointwise operators whose fake results are contiguous in some layouts of their operands."""
@@ -30,21 +36,31 @@ def pointwise_results(node: Node, fakes: NodeValues, like: object) -> Any:
     the strides of the operands if these are equal and leave no choice: no dimension of size 1 or 0 and no gap.
     """
     items = items_of(like)
-    shape = items[0].shape if isinstance(items[0], FakeTensor) else ()
     is_norm = str(node.target) in _NORMALIZATIONS
-    if not (is_norm or (len(items) == 1 and _is_pointwise(node))) or not shape:
+    if not (is_norm or (len(items) == 1 and _is_pointwise(node))):
         return None
     tensors = [fakes[operand] for operand in node.all_input_nodes]
-    if any(layout_text(item) is None for item in (*tensors, *items)):
+    if not all(isinstance(item, FakeTensor) and item.layout is torch.strided for item in (*tensors, *items)):
         return None
-    whole = [item for item in tensors if item.shape == shape]
-    if len({item.stride() for item in whole}) != 1 or any(size < 2 for size in shape) or not is_dense(whole[0]):
+    shapes = {id(item): expressions_of(item.shape) for item in (*tensors, *items)}
+    shape = shapes[id(items[0])]
+    whole = [item for item in tensors if shapes[id(item)] == shape]
+    if not shape or any(_least(size) < 2 for size in items[0].shape):
         return None
-    if any(item.shape != shape and item.ndim > (1 if is_norm else 0) for item in tensors):
+    if len({tuple(expressions_of(item.stride())) for item in whole}) != 1 or not is_dense(whole[0]):
+        return None
+    if any(shapes[id(item)] != shape and item.ndim > (1 if is_norm else 0) for item in tensors):
         return None
     mode, strides = items[0].fake_mode, whole[0].stride()
-    results = [fresh_like(mode, item, strides if item.shape == shape else None) for item in items]
+    with without_guards(mode):
+        results = [fresh_like(mode, item, strides if shapes[id(item)] == shape else None) for item in items]
     return tuple(results) if isinstance(like, tuple) else results[0]
+
+
+def _least(size: int | torch.SymInt) -> float:
+    """Returns the lower bound of a size. Installs no guard."""
+    least = symbol_bounds(size)[0] if isinstance(size, torch.SymInt) else size
+    return 0 if least is None else least
 
 
 def _is_pointwise(node: Node) -> bool:
@@ -53,4 +69,4 @@ def _is_pointwise(node: Node) -> bool:
         return False
     if str(node.target) in _CONTIGUOUS:
         return False
-    return torch.Tag.pointwise in node.target.tags or node.target is _aten._to_copy.default
+    return torch.Tag.pointwise in node.target.tags or str(node.target) in _UNTAGGED
