@@ -8,8 +8,7 @@ activations that torch decomposes. The graph is the same.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.fx import GraphModule, Node
@@ -17,18 +16,19 @@ from torch.nn import functional
 
 from fxwrap.fx_passes.effects import fake_of
 from fxwrap.fx_passes.graph_copy import is_dense, items_of, same_layout
+from fxwrap.fx_passes.prepared_graph import Target
 from fxwrap.fx_passes.storage_aliases import nodes_by_storage
 from fxwrap.options import Options
 from fxwrap.torch_compat import FakeTensor, copy_dynamo_graph, copy_dynamo_module, set_grad_enabled
 
-_ACTIVATIONS: Mapping[Callable[..., Any], int] = {
+_ACTIVATIONS: Mapping[Target, int] = {
     functional.relu: 1, functional.relu6: 1, functional.silu: 1, functional.mish: 1, functional.selu: 1,
     functional.hardswish: 1, functional.hardsigmoid: 1, functional.elu: 2, functional.celu: 2, functional.leaky_relu: 2,
     functional.hardtanh: 3,
 }  # fmt: skip
 """Functions whose result has the dtype and the layout of their dense operand: the position of `inplace`."""
 
-_ARITHMETIC: Mapping[Callable[..., Any], Callable[..., Any]] = {
+_ARITHMETIC: Mapping[Target, Target] = {
     operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul,
     operator.itruediv: operator.truediv,
 }  # fmt: skip
@@ -93,7 +93,7 @@ def _replace(node: Node) -> None:
     if node.target in _ARITHMETIC:
         node.target = _ARITHMETIC[node.target]
         return
-    position = _ACTIVATIONS[node.target]  # type: ignore[index]
+    position = _ACTIVATIONS[node.target]
     if len(node.args) > position:
         node.update_arg(position, False)
     else:
