@@ -67,13 +67,14 @@ class GroupedSums:
     totals: tuple[int, ...]
 
 
-def sum_groups(contraction: ContractionForm) -> Kernel | None:
+def sum_groups(contraction: ContractionForm, biased: bool = True) -> Kernel | None:
     """Returns a contraction with the coefficients of groups applied to sums of groups, or None where it has none.
 
     Packed elements are unpacked by as many products: the axes along which weights of one element lie are unrolled.
+    If `biased`, natural numbers have `NUMBER_BIAS` added.
     """
     plans = _plans(contraction)
-    return None if contraction.row_reductions or not plans else _GroupSummer(contraction, plans).run()
+    return None if contraction.row_reductions or not plans else _GroupSummer(contraction, plans, biased=biased).run()
 
 
 def split_sums(contraction: ContractionForm, size: int) -> Kernel | None:
@@ -264,8 +265,13 @@ class _GroupSummer:
     """Builds the kernel: weights in packed elements are unrolled, and steps are applied to the sums of groups."""
 
     def __init__(
-        self, contraction: ContractionForm, plans: Mapping[int, _Plan], axes: Mapping[Axis, Index] | None = None
+        self,
+        contraction: ContractionForm,
+        plans: Mapping[int, _Plan],
+        axes: Mapping[Axis, Index] | None = None,
+        biased: bool = True,
     ) -> None:
+        self.biased = biased
         self.kernel = contraction.kernel
         self.contraction = contraction
         self.plans = plans
@@ -313,6 +319,8 @@ class _GroupSummer:
 
     def _bias(self, plan: _Plan) -> int:
         """Returns the number that is added to natural numbers, so that their bits need no conversion; else 0."""
+        if not self.biased:
+            return 0
         bias, (source,) = NUMBER_BIAS[plan.row_dtype], operands(self.kernel.operations[plan.number])
         number = self._copy(source, self.points[0])
         low, high = value_range(self.body.operations, number.position)

@@ -105,6 +105,14 @@ def test_halves_of_bytes_are_two_products_of_biased_numbers(rows: int) -> None:
     assert [axis.name for axis in (*form.groups, *form.contraction.summed)] == ["g", "h"]
 
 
+def test_numbers_without_bias_are_multiplied_as_they_are() -> None:
+    kernel = parse_kernel(INT4.format(rows=3))
+    contraction = find_contraction(kernel)
+    assert contraction is not None
+    result = compare(kernel, sum_groups(contraction, biased=False))
+    assert "128.0" not in str(result) and "f32 cast" in str(result)
+
+
 @pytest.mark.parametrize("step", ["mul %3 %4", "sub %3 %4", "sub %4 %3", "add %3 %4", "add %4 %3"])
 def test_a_step_is_applied_to_the_sums(step: str) -> None:
     result = check(int8(step))

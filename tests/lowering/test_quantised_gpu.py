@@ -107,6 +107,29 @@ def test_rows_of_int4_have_any_number_of_groups(rows: int, groups: int) -> None:
         assert error(program(*inputs)[0], exact) <= 1.2 * error(int4_linear(*inputs), exact)
 
 
+@pytest.mark.parametrize("groups", [16, 43, 64])
+@pytest.mark.parametrize("magnitude", [2.0**-40, 1.0, 2.0**40])
+def test_one_row_of_int4_and_many_columns(groups: int, magnitude: float) -> None:
+    """Kernels of one sum multiply the bits of digits; others, gated as in a model, those of biased bytes."""
+    columns = 40960 if groups == 16 else 20480
+    x = (torch.randn(1, groups * GROUP, device="cuda") * magnitude).to(BF16)
+    weights = []
+    for _ in range(2):
+        weights.append(torch.randint(256, (columns, groups * GROUP // 2), device="cuda", dtype=torch.uint8))
+        weights += [torch.rand(columns, groups, device="cuda", dtype=BF16) + item for item in (0.5, 7)]
+
+    def gated(x: Tensor, *items: Tensor) -> Tensor:
+        gate, other = [int4_linear(x, *items[at : at + 3]) for at in (0, 3)]
+        return torch.nn.functional.silu(gate) * (other * (1 / magnitude))
+
+    for function, inputs in ((gated, [x, *weights]), (int4_linear, [x, *weights[:3]])):
+        program = compiled(function, inputs)
+        exact = function(*[item.double() if item.is_floating_point() else item for item in inputs])
+        assert called(program) == [] and len(program.program.kernels) == 1
+        assert error(program(*inputs)[0], exact) <= 1.2 * error(function(*inputs), exact)
+        assert torch.equal(program(*inputs)[0], program(*inputs)[0])
+
+
 @pytest.mark.parametrize("form", ["", "-routed", "-batched"])
 def test_experts(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EXPERTS, "small", (16, 4, 512, 384))  # type: ignore[arg-type]

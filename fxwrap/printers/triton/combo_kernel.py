@@ -26,6 +26,7 @@ from fxwrap.printers.triton.kernel_text import (
 from fxwrap.printers.triton.printer import ScheduledKernel
 from fxwrap.printers.triton.tiling import (
     DotConfiguration,
+    FragmentConfiguration,
     GroupSumConfiguration,
     RowGroupSumConfiguration,
     RowPartConfiguration,
@@ -70,6 +71,8 @@ def leaves_idle(kernel: PrintedKernel, spec: DeviceSpec) -> bool:
     if not isinstance(scheduled, ScheduledKernel) or not isinstance(programs, int):
         return False
     match scheduled.configuration:
+        case FragmentConfiguration(programs=looping) if looping:
+            return False
         case RowGroupSumConfiguration(num_warps=warps):
             return programs * warps <= spec.multiprocessors * _RESIDENT_WARPS
         case DotConfiguration() | GroupSumConfiguration():

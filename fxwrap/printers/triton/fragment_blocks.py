@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from fxwrap.loop_ir import GroupedSums, Index, IndirectIndex, Kernel, Load
+from fxwrap.printers.triton.fragment_digits import find_digits
 from fxwrap.printers.triton.fragments import FRAGMENT_COLUMNS, LANES, RUN, FragmentBlock, make_fragments, shape_text
 from fxwrap.printers.triton.group_sums import GroupSumPrinter
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter
@@ -28,20 +29,28 @@ class FragmentBlockPrinter(GroupSumPrinter):
         form: GroupedSums,
         row_dtype: torch.dtype,
     ) -> None:
+        self.digits = find_digits(form, row_dtype) if configuration.raw_digits else {}
         super().__init__(kernel, configuration, limits, parameters, form, row_dtype)
         self.use_int64 = True  # constant distances are then part of the instructions that load
         self.result_block = "pyx" if any(item.name == "x" for item in self.whole.dimensions) else "py"
         self.fragments = parts = make_fragments(configuration)
+        self.digit_names: dict[tuple[str, int], tuple[str, str]] = {}
         self.row_block = FragmentBlock("row", self.result_block.replace("y", "") + "r", (
             ("lane", LANES // parts.side), ("side", parts.side), ("joined", parts.joined), ("x", parts.rows),
             ("warp", parts.warps), ("part", parts.parts), ("repeat", parts.repeats),
             ("run", parts.lane_bytes // RUN), ("element", RUN),
         ))  # fmt: skip
-        self.column_block = FragmentBlock("column", "pyr", (
-            ("lane", LANES // parts.side), ("side", parts.side), ("y", FRAGMENT_COLUMNS), ("warp", parts.warps),
-            ("eight", parts.columns // FRAGMENT_COLUMNS), ("part", parts.parts), ("chunk", parts.chunks),
-            ("repeat", parts.repeats), ("byte", parts.lane_bytes),
-        ))  # fmt: skip
+        self.varying = kernel.varying_along((*form.groups, *form.contraction.summed))
+        self.reloads = bool(self.digits) and parts.chunks > 1
+        self.chunks = 1 if self.reloads else parts.chunks
+        self.column_blocks = [
+            FragmentBlock("column" + (f"_{number}" if number else ""), "pyr", (
+                ("lane", LANES // parts.side), ("side", parts.side), ("y", FRAGMENT_COLUMNS), ("warp", parts.warps),
+                ("eight", parts.columns // FRAGMENT_COLUMNS), ("part", parts.parts), ("chunk", self.chunks),
+                ("repeat", parts.repeats), ("byte", parts.lane_bytes),
+            ), number * parts.side)
+            for number in range(parts.chunks // self.chunks)
+        ]  # fmt: skip
         pair = min(parts.joined, 2)
         self.coefficient_block = FragmentBlock("coefficient", "py", (
             ("joined", parts.joined // pair), ("x", LANES * pair // parts.joined), ("y", FRAGMENT_COLUMNS),
@@ -102,7 +111,7 @@ class FragmentBlockPrinter(GroupSumPrinter):
         parts, run = self.fragments, LANES * self.fragments.lane_bytes
         lane = {"lane": parts.lane_bytes, "run": RUN, "element": 1, "repeat": run, "byte": 1}
         if block is not self.row_block:
-            if block is self.column_block:
+            if block in self.column_blocks:
                 self._emit_position("r", block.position({name: lane[name] for name in ("lane", "repeat", "byte")}))
             columns = block.position({"eight": FRAGMENT_COLUMNS, "y": 1})
             self._emit_position("y", f"{self.first} + {columns}")
@@ -125,12 +134,12 @@ class FragmentBlockPrinter(GroupSumPrinter):
         factors = {"warp": parts.parts * parts.joined, "part": parts.joined}
         if block is self.row_block:
             factors["joined"] = 1
-        elif block is self.column_block:
+        elif block in self.column_blocks:
             factors |= {"chunk": parts.side, "side": 1}
         else:
             factors |= {"joined": 2, "pair": 1}
-        text = block.position(factors)
-        self._emit_position("p", " + ".join([item for item in (start, text) if item]))
+        first = str(block.first_group or "")
+        self._emit_position("p", " + ".join([item for item in (start, block.position(factors), first) if item]))
         if p.masked:
             self.group_masks[block.name] = mask = self._stable_name("group_mask")
             self.line(f"{mask} = {self.positions['p']} < {self.index_printer.size_operand(p.size)}")
@@ -161,7 +170,7 @@ class FragmentBlockPrinter(GroupSumPrinter):
 
     def _eviction_policy(self, operation: Load, again: bool, last_use: bool) -> str:
         """Returns the policy of a load: weights are read once."""
-        return "evict_first" if self.block is self.column_block else ""
+        return "evict_first" if self.block in self.column_blocks else ""
 
     def _address(self, buffer: str, index: Index, span: frozenset[int], own: frozenset[int]) -> str:
         """Returns an address; those of coefficients have all dimensions of their block, as sums have."""

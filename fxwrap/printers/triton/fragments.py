@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from fxwrap.loop_ir import ContractionForm, GroupedSums, Load, as_index
+from fxwrap.caching import bounded_cache
+from fxwrap.devices import DeviceSpec
+from fxwrap.loop_ir import ContractionForm, GroupedSums, Load, as_index, find_grouped_sums, row_precision, sum_groups
 from fxwrap.printers.triton.contraction_queries import adds_zeros
+from fxwrap.printers.triton.fragment_digits import find_digits
 from fxwrap.printers.triton.kernel_text import parenthesize
 from fxwrap.printers.triton.tiling import FragmentConfiguration, next_power_of_2
 from fxwrap.symbolic import product
@@ -24,6 +27,11 @@ RUN = 4
 
 _LOAD_BYTES = 16
 """The bytes that a lane loads at once."""
+
+_REGISTERS = 65536
+"""The registers of a multiprocessor."""
+
+_WARP_LANES = 32
 
 _TILE_BYTES = 32
 """The bytes of a group of 64 weights of four bits."""
@@ -78,7 +86,7 @@ class Fragments:
     def fits(self) -> bool:
         """Whether each lane has a register or more of one group, and two of a column at least."""
         has_lanes = self.side <= LANES and self.lane_bytes >= 2 * RUN
-        return self.parts > 0 and has_lanes and self.columns % FRAGMENT_ROWS == 0
+        return self.parts > 0 and has_lanes and self.columns % (FRAGMENT_ROWS // 2) == 0
 
 
 def make_fragments(configuration: FragmentConfiguration) -> Fragments:
@@ -92,7 +100,8 @@ class FragmentTile(NamedTuple):
     """The columns and warps of a program, of which each has `parts` groups of `_TILE_BYTES` one after another.
 
     Larger groups are fewer, so that a lane has as many registers of weights. `loads_ahead` is whether a step loads the
-    weights of the next one. `max_registers` limits a thread's registers; 0 for no limit.
+    weights of the next one. `max_registers` limits a thread's registers; 0 for no limit. If `looping`, as many programs
+    as run at once go through the columns; each has all groups in a step.
     """
 
     columns: int
@@ -100,14 +109,17 @@ class FragmentTile(NamedTuple):
     parts: int
     loads_ahead: bool
     max_registers: int
+    looping: bool = False
 
 
 def fragment_configurations(
-    contraction: ContractionForm, form: GroupedSums, tiles: Sequence[FragmentTile]
+    contraction: ContractionForm, form: GroupedSums, tiles: Sequence[FragmentTile], spec: DeviceSpec
 ) -> list[FragmentConfiguration]:
     """Returns configurations of up to 8 rows whose blocks divide columns; the last step of groups may have fewer.
 
-    Fewer larger groups than those of a tile share a fragment or follow one another.
+    Fewer larger groups than those of a tile share a fragment or follow one another. Programs go through columns in a
+    loop where these are more than one block for each. Digits are multiplied as bits where rows are few, so that these
+    have fewer registers than weights, and of one sum, or in a loop: several sums of a step would need too many.
     """
     count, columns = contraction.row_count, product([axis.size for axis in contraction.columns])
     groups, size = product([axis.size for axis in form.groups]), form.contraction.summed_count
@@ -118,6 +130,7 @@ def fragment_configurations(
     if rows > FRAGMENT_COLUMNS or not _has_bytes_in_order(form) or not _has_plain_coefficients(form):
         return []
     padded = max(rows, min(scale, FRAGMENT_COLUMNS), 2 if contraction.rows else 1)
+    has_digits = _has_digits(contraction)
     candidates = []
     for tile in tiles:
         joined, warps = FRAGMENT_COLUMNS // padded, tile.warps
@@ -128,13 +141,39 @@ def fragment_configurations(
             warps //= 2
         fragments = Fragments(int(size), padded, tile.columns, warps, parts)
         is_whole = int(groups) % fragments.groups == 0 or adds_zeros(form)
-        if fragments.fits() and int(columns) % tile.columns == 0 and is_whole:
+        programs = _programs(tile, fragments, spec) if int(groups) <= fragments.groups else 0
+        if tile.looping and not 0 < programs < int(columns) // tile.columns:
+            continue
+        if fragments.fits() and _has_sums(contraction, tile.columns) and int(columns) % tile.columns == 0 and is_whole:
             candidates.append(FragmentConfiguration(
                 x=contraction.rows, y=contraction.columns, p=form.groups, x_block=padded, y_block=tile.columns,
                 p_block=fragments.groups, r_block=int(size), num_warps=warps, max_registers=tile.max_registers,
-                loads_ahead=tile.loads_ahead and groups > fragments.groups,
+                loads_ahead=tile.loads_ahead and groups > fragments.groups, programs=programs,
+                raw_digits=has_digits and fragments.chunks > 1 and (programs > 0 or len(contraction.sums) == 1),
             ))  # fmt: skip
     return list(dict.fromkeys(candidates))
+
+
+def _programs(tile: FragmentTile, fragments: Fragments, spec: DeviceSpec) -> int:
+    """Returns the number of looping programs that run at once; 0 for a tile without a loop."""
+    registers = _WARP_LANES * fragments.warps * tile.max_registers
+    return spec.multiprocessors * (_REGISTERS // registers) if tile.looping else 0
+
+
+def _has_sums(contraction: ContractionForm, columns: int) -> bool:
+    """Whether fragments are filled: by columns, or by those of two sums, which then have the same rows."""
+    rows = {item.row_operand for item in contraction.sums}
+    return columns % FRAGMENT_ROWS == 0 or (len(contraction.sums) % 2 == 0 and len(rows) == 1)
+
+
+@bounded_cache(64)
+def _has_digits(contraction: ContractionForm) -> bool:
+    """Whether the weights are digits that can be multiplied as bits."""
+    summed = sum_groups(contraction, biased=False)
+    precisions = {row_precision(contraction, item) for item in contraction.sums}
+    if summed is None or len(precisions) > 1:
+        return False
+    return bool(find_digits(find_grouped_sums(summed, contraction), *precisions))
 
 
 def _has_bytes_in_order(form: GroupedSums) -> bool:
@@ -167,11 +206,13 @@ class FragmentBlock:
 
     The first of the `dimensions`, which have names and sizes, changes fastest from row to row. Rows are the lanes of a
     warp in this order, then warps, then registers. `loops` are the dimensions of the kernel that these are parts of.
+    Positions of groups start at `first_group`.
     """
 
     name: str
     loops: str
     dimensions: tuple[tuple[str, int], ...]
+    first_group: int = 0
 
     @property
     def rows(self) -> int:

@@ -73,6 +73,11 @@ _MASKED_STEP_FRAGMENT_TILE = FragmentTile(16, 4, 2, False, 168)
 """The best tiles of fragments of up to 4 rows: of one sum of many columns, of several sums, and of one sum of few
 columns and groups, which are loaded at once, all of a step or fewer: masks take registers."""
 
+_LOOPING_FRAGMENT_TILES = (
+    FragmentTile(16, 8, 1, False, 128, looping=True), FragmentTile(8, 8, 1, False, 128, looping=True),
+)  # fmt: skip
+"""Those of programs that go through many columns, of one sum and of two. Timing alone chooses them: their time varies."""
+
 _RESIDENT_FRAGMENT_TILES = (
     FragmentTile(16, 8, 1, True, 128), FragmentTile(16, 4, 1, True, 160), FragmentTile(16, 4, 1, True, 128),
     FragmentTile(16, 2, 1, True, 160),
@@ -83,7 +88,7 @@ or more warps, they would not."""
 _FRAGMENT_TILES = (
     _FRAGMENT_TILE, _SEVERAL_SUMS_FRAGMENT_TILE, _ONE_STEP_FRAGMENT_TILE, _MASKED_STEP_FRAGMENT_TILE,
     *_RESIDENT_FRAGMENT_TILES, FragmentTile(16, 1, 1, True, 104), FragmentTile(16, 8, 1, False, 0),
-    FragmentTile(16, 2, 1, False, 0),
+    FragmentTile(16, 2, 1, False, 0), *_LOOPING_FRAGMENT_TILES,
 )  # fmt: skip
 
 _FULL_FRAGMENT_TILE = FragmentTile(16, 2, 4, False, 128)
@@ -198,13 +203,15 @@ def _fragment_configurations(
 ) -> list[FragmentConfiguration]:
     """Returns configurations of fragments."""
     if hint(contraction.row_count) > MIN_PADDED_ROWS // 2:
-        best = _best_full_fragment_tile(contraction, form, hint)
-        return fragment_configurations(contraction, form, preferred_first(_FULL_FRAGMENT_TILES, best))
+        best = _best_full_fragment_tile(contraction, form, hint, spec)
+        return fragment_configurations(contraction, form, preferred_first(_FULL_FRAGMENT_TILES, best), spec)
     best = _best_fragment_tile(contraction, form, hint, spec)
-    return fragment_configurations(contraction, form, preferred_first(_FRAGMENT_TILES, best))
+    return fragment_configurations(contraction, form, preferred_first(_FRAGMENT_TILES, best), spec)
 
 
-def _best_full_fragment_tile(contraction: ContractionForm, form: GroupedSums, hint: Hint) -> FragmentTile:
+def _best_full_fragment_tile(
+    contraction: ContractionForm, form: GroupedSums, hint: Hint, spec: DeviceSpec
+) -> FragmentTile:
     """Returns the best tile of 5 to 8 rows."""
     tiles = (_FULL_FRAGMENT_TILE, _HALF_STEP_FULL_FRAGMENT_TILE)
     if not is_wide(contraction, hint):
@@ -212,7 +219,7 @@ def _best_full_fragment_tile(contraction: ContractionForm, form: GroupedSums, hi
             return _LONG_FULL_FRAGMENT_TILE
         tiles = (_FEW_COLUMNS_FULL_FRAGMENT_TILE, _HALF_STEP_FEW_COLUMNS_FULL_FRAGMENT_TILE)
     count = hint(product([axis.size for axis in form.groups]))
-    steps = [item.p_block for tile in tiles for item in fragment_configurations(contraction, form, [tile])]
+    steps = [item.p_block for tile in tiles for item in fragment_configurations(contraction, form, [tile], spec)]
     if len(steps) == len(tiles) and _padded(count, steps[0]) > max(_MOST_PADDED * count, _padded(count, steps[1])):
         return tiles[1]
     return tiles[0]
@@ -230,7 +237,7 @@ def _best_fragment_tile(contraction: ContractionForm, form: GroupedSums, hint: H
     two, three, four, six = _RESIDENT_FRAGMENT_TILES
     if programs > 2:
         return {3: three, 4: four, 5: six, 6: six}.get(programs, _FRAGMENT_TILE)
-    for item in fragment_configurations(contraction, form, [_ONE_STEP_FRAGMENT_TILE]):
+    for item in fragment_configurations(contraction, form, [_ONE_STEP_FRAGMENT_TILE], spec):
         groups = hint(product([axis.size for axis in form.groups]))
         if item.p_block >= groups:
             return _ONE_STEP_FRAGMENT_TILE if item.p_block == groups else _MASKED_STEP_FRAGMENT_TILE

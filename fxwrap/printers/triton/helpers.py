@@ -355,6 +355,27 @@ def biased_floats(code, ASSEMBLY: tl.constexpr):
         return code.to(tl.float32) + 128
 
 
+def raw_digits(code, ASSEMBLY: tl.constexpr):
+    """The low and high digits of bytes as the bits of numbers, of which the second and third of four swap places."""
+    if has_ptx():
+        digits = tl.inline_asm_elementwise(
+            ASSEMBLY, "=r,=r,=r,=r,r", [code], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+        return digits[0], digits[1]
+    else:
+        pairs = tl.permute(tl.reshape(code, (code.shape[0], code.shape[1] // 4, 2, 2)), (0, 1, 3, 2))
+        swapped = tl.reshape(pairs, (code.shape[0], code.shape[1])).to(tl.int16)
+        return (swapped & 15).to(tl.bfloat16, bitcast=True), (swapped & 240).to(tl.bfloat16, bitcast=True)
+
+
+def scaled_row(x, SCALE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Numbers times a power of two, two at a time."""
+    if has_ptx():
+        return tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        return (x.to(tl.float32) * SCALE).to(tl.bfloat16)
+
+
 def words_of_bytes(code):
     """Rows of bytes as words of four, the first of which is the lowest."""
     even, odd = tl.split(tl.reshape(code.to(tl.int32), (code.shape[0], code.shape[1] // 4, 2, 2)))

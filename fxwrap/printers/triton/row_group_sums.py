@@ -40,7 +40,8 @@ def print_grouped_sums(
     contraction = find_contraction(kernel)
     grouped = None
     if contraction is not None:
-        grouped = sum_groups(contraction) or split_sums(contraction, configuration.r_block)
+        biased = not (isinstance(configuration, FragmentConfiguration) and configuration.raw_digits)
+        grouped = sum_groups(contraction, biased) or split_sums(contraction, configuration.r_block)
     row_dtype = None if contraction is None else row_precision(contraction, contraction.sums[0])
     assert contraction is not None and grouped is not None and row_dtype is not None, "a configuration with groups"
     form = find_grouped_sums(grouped, contraction)

@@ -6,7 +6,7 @@ Each class of configuration belongs to one schedule, whose printer it is passed 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from fxwrap.devices import DeviceSpec
@@ -47,10 +47,14 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Tile:
-    """The iterations of a program: the tile's `dimensions` in order, and `outer` axes with one element a program."""
+    """The iterations of a program: the tile's `dimensions` in order, and `outer` axes with one element a program.
+
+    At most `max_programs` programs go through all blocks, in a loop where these are more; 0 for no limit.
+    """
 
     dimensions: tuple[Dimension, ...]
     outer: tuple[Axis, ...]
+    max_programs: int = 0
 
     @property
     def reduced(self) -> int | None:
@@ -71,6 +75,12 @@ class Tile:
     @property
     def num_programs(self) -> Size:
         """The number of programs."""
+        tiles = self.num_tiles
+        return min(tiles, self.max_programs) if self.max_programs and isinstance(tiles, int) else tiles
+
+    @property
+    def num_tiles(self) -> Size:
+        """The number of blocks of all programs."""
         return product([*[item.blocks for item in self.parallel], *[axis.size for axis in self.outer]])
 
     def broadcast_subscript(self, position: int) -> str:
@@ -196,10 +206,17 @@ class RowGroupSumConfiguration(GroupSumConfiguration):
 class FragmentConfiguration(GroupSumConfiguration):
     """Sums of groups of up to 8 rows, loaded into the registers of tensor cores (`fragment_sums.py`).
 
-    With `loads_ahead`, a step loads the weights of the next one.
+    With `loads_ahead`, a step loads the weights of the next one. With `programs`, these many programs, which have all
+    groups in one step, go through the blocks of columns, and load the weights of the next one. With `raw_digits`, the
+    bits of digits are multiplied as they are (`fragment_digits.py`). A block of 8 columns has those of two sums.
     """
 
     loads_ahead: bool = False
+    programs: int = 0
+    raw_digits: bool = False
+
+    def tile(self, kernel: Kernel) -> Tile:
+        return replace(super().tile(kernel), max_programs=self.programs)
 
 
 @dataclass(frozen=True, kw_only=True)
