@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -135,11 +136,18 @@ class _DependentLaunches:
         programs, new = product(before.grid), product(line.grid)
         if not isinstance(programs, int) or not isinstance(new, int):
             return Signal.AT_END
+        if self._fills(line, new):
+            return Signal.AT_START
         many = 2 * self._spec(line).multiprocessors * _RESIDENT_WARPS
         if not self._is_small(before) and not self._is_small(line) and new * self.warps[line.kernel] < many:
             return Signal.AT_END
         is_even = earlier is None or self._is_even(earlier, before, line, later)
         return Signal.AT_START if is_even else Signal.AFTER_WAIT
+
+    def _fills(self, line: Launch, programs: int) -> bool:
+        """Whether a launch has one wave of programs that leave no registers for more of them: each place is one's."""
+        of_processor = math.ceil(programs / self._spec(line).multiprocessors)
+        return _REGISTERS // self.registers[line.kernel] == of_processor
 
     def _is_even(self, earlier: Launch, before: Launch, line: Launch, later: Launch | None) -> bool:
         """Whether the programs of a launch occupy a GPU evenly although they start while `earlier` runs.

@@ -153,6 +153,22 @@ def test_launches_that_start_early_need_room_in_shared_memory(after: int, signal
 
 @pytest.mark.parametrize(
     ("after", "registers", "signal"),
+    [(264, 256, Signal.AT_START), (264, 128, Signal.AT_END), (264, 170, Signal.AT_END), (396, 170, Signal.AT_START)],
+)
+def test_a_launch_that_takes_all_registers_in_one_wave_starts_early(after: int, registers: int, signal: Signal) -> None:
+    """Wherever a program of the launch before ends, there is room for one: no processor gets more than another."""
+    options = (("X_BLOCK", 64), ("maxnreg", registers), ("num_warps", 4))
+    lines = f"""%a = memory.alloc() : {F}
+        kernel.launch @k(%x, %w) outs=(%a) grid=(896, 1, 1)
+        %y = memory.alloc() : {F}
+        kernel.launch @other(%a, %v) outs=(%y) grid=({after}, 1, 1)
+        memory.free(%a)
+        control.return(%y)"""
+    assert signal_beside(lines, KernelDefinition("other", "triton", SOURCE, ("*f32",) * 3, options)) is signal
+
+
+@pytest.mark.parametrize(
+    ("after", "registers", "signal"),
     [(300, 64, Signal.AT_START), (300, 128, Signal.AFTER_WAIT), (600, 128, Signal.AT_START)],
 )
 def test_launches_that_small_ones_let_start_need_registers(after: int, registers: int, signal: Signal) -> None:

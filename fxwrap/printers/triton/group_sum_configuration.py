@@ -76,7 +76,7 @@ columns and groups, which are loaded at once, all of a step or fewer: masks take
 _LOOPING_FRAGMENT_TILES = (
     FragmentTile(16, 8, 1, False, 128, looping=True), FragmentTile(8, 8, 1, False, 128, looping=True),
 )  # fmt: skip
-"""Those of programs that go through many columns, of one sum and of two. Timing alone chooses them: their time varies."""
+"""Those of programs that go through many columns, of one sum and of two. Timing alone chooses them, as it varies."""
 
 _RESIDENT_FRAGMENT_TILES = (
     FragmentTile(16, 8, 1, True, 128), FragmentTile(16, 4, 1, True, 160), FragmentTile(16, 4, 1, True, 128),
