@@ -11,6 +11,7 @@ from fxwrap.caching import bounded_cache
 from fxwrap.devices import DeviceSpec, language_traits
 from fxwrap.loop_ir import (
     ONE,
+    Axis,
     Kernel,
     SplitKernel,
     Store,
@@ -97,13 +98,18 @@ class KernelSchedules:
         return {item for item in members if item in self.plan.external or not self.plan.readers[item] <= members}
 
     def has_parts(self, kernel: KernelPlan, mapping: IterationMapping, plan: DefinitionPlan, trace: Trace) -> bool:
-        """Whether a kernel that also computes a definition is split into parts, which load and store whole rows."""
+        """Whether a kernel that also computes a definition is split into parts, which load and store whole rows.
+
+        Parts of a whole reduction in two layouts also have columns, along which their tiles store elements.
+        """
         members = {plan.definition, *[member.definition for member in kernel.members]}
         built = self._built(joined_plan(kernel, mapping, plan, trace), self._stored(members), self.plan)
         split = self.split(built, kernel.device_type)
         if split is None or len(split.kernels) != 2:
             return False
-        return not reduces_columns(split.kernels[0]) and _stores_rows(split.kernels[0])
+        first = split.kernels[0]
+        columns = () if built.axes else first.axes[1:]
+        return not reduces_columns(first) and _stores_along(first, (*first.reduced, *columns))
 
     def parts(self, kernel: KernelPlan) -> list[KernelPlan]:
         """Returns the kernels that compute a planned kernel: on massively parallel devices, matmuls by themselves.
@@ -172,11 +178,11 @@ class KernelSchedules:
         return _split_cached(kernel, kernel.uncompared_fields, spec)
 
 
-def _stores_rows(kernel: Kernel) -> bool:
-    """Whether elements are stored beside each other along the reduced axes, not in a transposed layout."""
+def _stores_along(kernel: Kernel, axes: Collection[Axis]) -> bool:
+    """Whether elements of a reduction are stored beside each other along one of the axes, not in another layout."""
     pairs = zip(kernel.operations, kernel.address_axes, strict=True)
-    stores = [item.index for item, axes in pairs if isinstance(item, Store) and not axes.isdisjoint(kernel.reduced)]
-    return all(any(index.stride(axis) == ONE for axis in kernel.reduced) for index in stores)
+    stores = [item.index for item, own in pairs if isinstance(item, Store) and not own.isdisjoint(kernel.reduced)]
+    return all(any(index.stride(axis) == ONE for axis in axes) for index in stores)
 
 
 def _split(kernel: Kernel, spec: DeviceSpec, hint: Callable[[Size], int]) -> SplitKernel | None:
