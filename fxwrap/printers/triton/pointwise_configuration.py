@@ -164,7 +164,7 @@ def _pointwise_block(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) 
     count = len(full_tile_loads(kernel))  # those along a side of a tile, as of tables of indices, are few
     if count >= MANY_LOADS and (gathers or has_windows):
         elements = max(MAX_LOADED_ELEMENTS // next_power_of_2(count), 2)
-    is_window = not gathers and max(loads.values(), default=0) >= _WINDOW_LOADS
+    is_window = not gathers and min(loads.values(), default=0) >= _WINDOW_LOADS  # others have values beside it
     warps = _WINDOW_WARPS if is_window and MANY_LOADS <= count <= 2 * MANY_LOADS else 4
     moved_bytes = sum(itemsize(kernel, access) for access in moved if inner in access.index.axes())
     if 128 * elements * moved_bytes < spec.min_program_bytes:
