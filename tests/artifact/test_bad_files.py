@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
-import json
 import multiprocessing
 import os
 import zipfile
@@ -22,10 +21,9 @@ import fxwrap
 from fxwrap.artifact import saving
 from fxwrap.artifact.archive import CHUNK, content_hash
 from fxwrap.errors import ArtifactError, OptionError
+from tests.artifact.archives import Entries, archive_of, entries_of, with_manifest, with_manifest_entry
 from tests.artifact.programs import batch, compiled
 from tests.support.long_form import sample_size
-
-Entries = dict[str, bytes]
 
 
 @pytest.fixture(scope="module")
@@ -34,38 +32,6 @@ def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("saved") / "small.fxw"
     compiled("cpp", memory_planning="auto").save(path)
     return path.read_bytes()
-
-
-def entries_of(content: bytes) -> Entries:
-    """The entries of an archive by name."""
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
-
-
-def archive_of(entries: Entries, compression: int = zipfile.ZIP_STORED) -> bytes:
-    """An archive of these entries, as any zip tool writes them."""
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", compression) as archive:
-        for name, content in entries.items():
-            archive.writestr(name, content)
-    return file.getvalue()
-
-
-def with_manifest(entries: Entries, change: Callable[[dict[str, Any]], None]) -> Entries:
-    """The entries with a changed manifest, whose own hash is right."""
-    manifest = json.loads(entries["manifest.json"])
-    change(manifest)
-    text = json.dumps(manifest).encode()
-    return {**entries, "manifest.json": text, "manifest.sha256": hashlib.sha256(text).hexdigest().encode() + b"\n"}
-
-
-def with_manifest_entry(entries: Entries, name: str, content: bytes) -> Entries:
-    """The entries with other content for one of them and a manifest that matches it."""
-
-    def change(manifest: dict[str, Any]) -> None:
-        manifest["entries"][name] = {"size": len(content), "sha256": content_hash([content])}
-
-    return with_manifest({**entries, name: content}, change)
 
 
 def load_error(content: bytes, tmp_path: Path) -> ArtifactError:

@@ -14,8 +14,8 @@ from fxwrap.artifact import LoadedProgram, SavedContent, load_content, loading, 
 from fxwrap.converters.emission import emit
 from fxwrap.devices import DeviceSpec, scoped_registration
 from fxwrap.errors import ArtifactError
+from tests.artifact.archives import archive_of, entries_of, with_manifest
 from tests.artifact.programs import Small, batch
-from tests.artifact.test_bad_files import archive_of, entries_of, with_manifest
 from tests.artifact.test_fresh_process import partitioned
 from tests.devices.copy_engine import AbacusCopy
 from tests.support.samples import SAMPLES

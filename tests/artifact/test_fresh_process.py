@@ -16,9 +16,9 @@ from fxwrap.lines import ExternCall, Launch
 from fxwrap.passes.partition import partition
 from fxwrap.runtime.native import binary_target, incompatibility_reason
 from fxwrap.wrapper_ir import LineBase
+from tests.artifact.archives import archive_of, entries_of, with_manifest
 from tests.artifact.fresh_process import run_in_fresh_process
 from tests.artifact.programs import batch, compiled
-from tests.artifact.test_bad_files import archive_of, entries_of, with_manifest
 from tests.support.capture import capture_graphs
 from tests.support.long_form import LONG
 from tests.support.models import SHALLOW

@@ -14,8 +14,8 @@ import fxwrap
 from fxwrap.artifact.trust import SAFE_OPERATORS
 from fxwrap.errors import ArtifactError, FxwrapError, InputError, OptionError
 from fxwrap.signature import CallingConvention, signature_to_json
+from tests.artifact.archives import archive_of, entries_of, with_manifest, with_manifest_entry
 from tests.artifact.programs import batch, compiled
-from tests.artifact.test_bad_files import archive_of, entries_of, with_manifest, with_manifest_entry
 
 CHECKED = 'program @p(%x: mutable f32[4]@cpu) {\n  check.layout(%x) name="x" : f32[4]@cpu\n'
 

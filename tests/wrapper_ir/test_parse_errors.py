@@ -83,5 +83,5 @@ def test_a_kernel_hash_mismatch_is_rejected() -> None:
 
 
 def test_an_extension_is_unknown_without_its_class() -> None:
-    with pytest.raises(ParseError, match=r"unknown line 'vendor\.copy'"):
+    with pytest.raises(ParseError, match=r"unknown line 'abacus\.copy'"):
         parse_program(SAMPLES["extension"].full_text(), CORE_LINES)
