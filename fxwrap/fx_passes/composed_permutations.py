@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from fxwrap.fx_passes.attention_nodes import permutation
+from fxwrap.fx_passes.attention.nodes import permutation
 from fxwrap.fx_passes.graph_copy import GraphCopy
 from fxwrap.fx_passes.prepared_graph import PreparedGraph
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fxwrap.fx_passes.expert_rows import is_zero
+from fxwrap.fx_passes.experts.rows import is_zero
 from fxwrap.fx_passes.graph_copy import is_contiguous
-from fxwrap.fx_passes.joint_backward import operators_of_options, with_fake
 from fxwrap.fx_passes.prepared_graph import Target
+from fxwrap.fx_passes.training.joint_backward import operators_of_options, with_fake
 from fxwrap.options import Options
 from fxwrap.torch_compat import FakeTensor
 

@@ -9,32 +9,32 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from fxwrap.events import EventLog
-from fxwrap.fx_passes.accumulated_matmuls import accumulate_matmuls
 from fxwrap.fx_passes.associative_scans import expand_associative_scans
-from fxwrap.fx_passes.concatenated_matmuls import fill_concatenations
-from fxwrap.fx_passes.convolution_biases import unfuse_convolution_biases
+from fxwrap.fx_passes.attention.decoding import split_decoding_attention
+from fxwrap.fx_passes.attention.flex import expand_flex_attention
+from fxwrap.fx_passes.attention.recognize import recognize_attention
+from fxwrap.fx_passes.convolutions.biases import unfuse_convolution_biases
+from fxwrap.fx_passes.convolutions.frozen import freeze_convolutions
+from fxwrap.fx_passes.convolutions.layouts import optimize_layouts
 from fxwrap.fx_passes.cse import eliminate_common_subexpressions
-from fxwrap.fx_passes.decoding_attention import split_decoding_attention
 from fxwrap.fx_passes.decompose import decompose
 from fxwrap.fx_passes.dropout_masks import draw_dropout_masks, recognize_dropout
-from fxwrap.fx_passes.epilogues import fuse_epilogues
-from fxwrap.fx_passes.expert_loops import group_expert_loops
+from fxwrap.fx_passes.experts.loops import group_expert_loops
 from fxwrap.fx_passes.fake_propagation import fake_values
-from fxwrap.fx_passes.flex_attention import expand_flex_attention
-from fxwrap.fx_passes.frozen_convolutions import freeze_convolutions
 from fxwrap.fx_passes.in_place_calls import replace_in_place_calls
 from fxwrap.fx_passes.layout_changes import replace_layout_changes
-from fxwrap.fx_passes.layouts import optimize_layouts
-from fxwrap.fx_passes.matmuls import pack_matmuls, rewrite_vector_products, unfuse_biases
+from fxwrap.fx_passes.matmuls.accumulated import accumulate_matmuls
+from fxwrap.fx_passes.matmuls.concatenated import fill_concatenations
+from fxwrap.fx_passes.matmuls.epilogues import fuse_epilogues
+from fxwrap.fx_passes.matmuls.packed_weights import dequantise_packed_weights
+from fxwrap.fx_passes.matmuls.padded import pad_matmuls
+from fxwrap.fx_passes.matmuls.prepacked_int8 import prepack_int8_weights
+from fxwrap.fx_passes.matmuls.prepacked_weights import call_biased_linears, prepack_weights
+from fxwrap.fx_passes.matmuls.rewrites import pack_matmuls, rewrite_vector_products, unfuse_biases
+from fxwrap.fx_passes.matmuls.sliced import slice_matmuls
 from fxwrap.fx_passes.narrow_sorts import narrow_sorts
 from fxwrap.fx_passes.negative_views import resolve_negative_views
-from fxwrap.fx_passes.packed_weights import dequantise_packed_weights
-from fxwrap.fx_passes.pad_mm import pad_matmuls
-from fxwrap.fx_passes.prepacked_int8 import prepack_int8_weights
-from fxwrap.fx_passes.prepacked_weights import call_biased_linears, prepack_weights
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource, PreparedGraph
-from fxwrap.fx_passes.recognize_attention import recognize_attention
-from fxwrap.fx_passes.sliced_matmuls import slice_matmuls
 from fxwrap.fx_passes.source import graph_source, inline_subgraph_calls, remove_inert_calls
 from fxwrap.fx_passes.sums_of_collectives import reduce_sums_once
 from fxwrap.fx_passes.tensor_metadata import check_tensor_metadata, expand_out_dtype

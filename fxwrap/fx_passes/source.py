@@ -16,12 +16,12 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxwrap.errors import GraphError
-from fxwrap.fx_passes.attention_masks import find_mask_rewrites, may_mutate, rewrite_masks
+from fxwrap.fx_passes.attention.grouped_queries import find_query_groups, rewrite_query_groups
+from fxwrap.fx_passes.attention.masks import find_mask_rewrites, may_mutate, rewrite_masks
 from fxwrap.fx_passes.decompose import decompose, may_be_decomposed
 from fxwrap.fx_passes.decompositions import decomposition_table
 from fxwrap.fx_passes.effects import attribute_of, operator_label, submodules
 from fxwrap.fx_passes.fake_propagation import fake_values
-from fxwrap.fx_passes.grouped_queries import find_query_groups, rewrite_query_groups
 from fxwrap.fx_passes.layout_changes import replace_layout_changes
 from fxwrap.fx_passes.model_source import location_of
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource

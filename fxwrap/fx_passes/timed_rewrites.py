@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from fxwrap.fx_passes.accumulated_matmuls import accumulate_matmuls, accumulations
-from fxwrap.fx_passes.epilogues import fuse_gelu_matmuls, gelu_matmuls
+from fxwrap.fx_passes.matmuls.accumulated import accumulate_matmuls, accumulations
+from fxwrap.fx_passes.matmuls.epilogues import fuse_gelu_matmuls, gelu_matmuls
 from fxwrap.fx_passes.prepared_graph import FxPassContext, PreparedGraph
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fxwrap.fx_passes.captured_gradients import matrix_orders
+from fxwrap.fx_passes.attention.captured_gradients import matrix_orders
 from fxwrap.fx_passes.effects import attribute_of
 from fxwrap.loop_ir import (
     Axis,

@@ -18,8 +18,8 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
+from fxwrap.fx_passes.attention.flex_formulas import RELATIVE_LOGSUMEXP, SINK_MOD, WEIGHT_MOD
 from fxwrap.fx_passes.effects import attribute_of
-from fxwrap.fx_passes.flex_formulas import RELATIVE_LOGSUMEXP, SINK_MOD, WEIGHT_MOD
 from fxwrap.loop_ir import Axis, Buffer, Index, IndexLike, KernelBuilder, Scalar, as_index, strided_index
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.calls.nodes import literal, literals

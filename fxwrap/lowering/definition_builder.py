@@ -17,7 +17,7 @@ from fxwrap.fx_passes.effects import (
     mutated_operands,
     operator_label,
 )
-from fxwrap.fx_passes.matmuls import matrix_bytes
+from fxwrap.fx_passes.matmuls.rewrites import matrix_bytes
 from fxwrap.loop_ir import FLOAT8, KERNEL_DTYPES, Scalar
 from fxwrap.lowering.builder import (
     Builder,

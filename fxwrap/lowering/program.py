@@ -15,9 +15,9 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from fxwrap.errors import ArgumentError, FusionWarning, GraphError
+from fxwrap.fx_passes.attention.flex import expand_declined_attention
 from fxwrap.fx_passes.effects import attribute_of, is_token
 from fxwrap.fx_passes.fake_propagation import check_example_inputs
-from fxwrap.fx_passes.flex_attention import expand_declined_attention
 from fxwrap.fx_passes.prepare import prepare_graph
 from fxwrap.fx_passes.prepared_graph import GraphSource, PreparedGraph
 from fxwrap.garbage_collection import gc_paused

@@ -10,7 +10,7 @@ from torch.fx import Node
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from fxwrap.fx_passes.attention_masks import MaskRewrite, arguments_by_name, classify_masks, has_plain_mask
+from fxwrap.fx_passes.attention.masks import MaskRewrite, arguments_by_name, classify_masks, has_plain_mask
 from fxwrap.options import Options
 from fxwrap.torch_compat import traced_node
 

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fxwrap
 from fxwrap.devices import CPU
-from fxwrap.fx_passes import attention_score_gradients
+from fxwrap.fx_passes.attention import score_gradients
 from fxwrap.lowering.program import lower_with_coverage
 from tests.fx_passes.test_recognize_attention import BATCH, DTYPES, QUIET, Formula
 from tests.lowering.planned_programs import (
@@ -101,7 +101,7 @@ def test_random_formulas(formula: Formula, trains_bias: bool) -> None:
     inputs = _gradient_and(formula.inputs(), formula)
     trained = [*range(4 if trains_bias and formula.bias is not None else 3), *range(5, len(inputs) - 1)]
     step = _step(formula, trained)
-    with mock.patch.object(attention_score_gradients, "_LONG", 1):
+    with mock.patch.object(score_gradients, "_LONG", 1):
         planned = check_graph(make_fx(step)(*inputs), inputs, OPTIONS)
     assert sorted(set(_launched(planned))) == sorted(KERNELS)
     assert not planned.calls

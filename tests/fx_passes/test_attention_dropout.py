@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import fxwrap
-from fxwrap.fx_passes.flex_formulas import WEIGHT_MOD, FlexAttention
-from fxwrap.fx_passes.joint_graph import JOINT_GRAPH_PASSES
+from fxwrap.fx_passes.attention.flex_formulas import WEIGHT_MOD, FlexAttention
+from fxwrap.fx_passes.training.joint_graph import JOINT_GRAPH_PASSES
 from tests.fx_passes.test_attention_backward import ANY_SIZE, OPTIONS, _compiled, _launches
 from tests.lowering.planned_programs import compared_with_evaluator, plan, printed_launch
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 import fxwrap
 from fxwrap import Options
 from fxwrap.fx_passes import simplify_attention_masks
-from fxwrap.fx_passes.attention_masks import find_mask_rewrites
+from fxwrap.fx_passes.attention.masks import find_mask_rewrites
 from fxwrap.lines import ExternCall
 from tests.fx_passes.test_matmuls_gpu import extern_targets, relative_error
 from tests.support.long_form import sample_size

@@ -18,8 +18,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import fxwrap
 from fxwrap.fx_passes import prepare_graph
-from fxwrap.fx_passes.flex_attention import expand_declined_attention
-from fxwrap.fx_passes.flex_formulas import SINK_MOD, FlexAttention
+from fxwrap.fx_passes.attention.flex import expand_declined_attention
+from fxwrap.fx_passes.attention.flex_formulas import SINK_MOD, FlexAttention
 from fxwrap.loop_ir import Kernel, find_streaming_reduction
 from fxwrap.printers.triton import print_triton
 from fxwrap.printers.triton.streaming_configuration import streaming_configurations

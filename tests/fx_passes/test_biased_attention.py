@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import fxwrap
 from fxwrap.devices import CPU, CUDA
-from fxwrap.fx_passes.recognize_attention import recognize_attention_in_joint_graph
+from fxwrap.fx_passes.attention.recognize import recognize_attention_in_joint_graph
 from tests.fx_passes.test_attention_backward import ANY_SIZE, KERNELS, OPTIONS, _double, _launched
 from tests.lowering.planned_programs import plan
 

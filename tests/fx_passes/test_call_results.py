@@ -15,13 +15,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxwrap import Options
 from fxwrap.devices import CPU
-from fxwrap.fx_passes import convolution_biases, graph_copy, matmuls
-from fxwrap.fx_passes.convolution_biases import unfuse_convolution_biases
+from fxwrap.fx_passes import graph_copy
+from fxwrap.fx_passes.convolutions import biases
+from fxwrap.fx_passes.convolutions.biases import unfuse_convolution_biases
 from fxwrap.fx_passes.cse import eliminate_common_subexpressions
 from fxwrap.fx_passes.graph_copy import CallResults, same_layout
-from fxwrap.fx_passes.joint_graph import decompose_for_recomputation
-from fxwrap.fx_passes.matmuls import pack_matmuls
+from fxwrap.fx_passes.matmuls import rewrites
+from fxwrap.fx_passes.matmuls.rewrites import pack_matmuls
 from fxwrap.fx_passes.prepared_graph import FxPassContext, PreparedGraph
+from fxwrap.fx_passes.training.joint_graph import decompose_for_recomputation
 from fxwrap.torch_compat import FakeTensorMode, storage_identity
 
 aten = torch.ops.aten
@@ -123,8 +125,8 @@ def test_passes_infer_equal_layers_once(
         return count
 
     for module, name in (
-        (graph_copy, "run_on_fakes"), (graph_copy, "fake_call"), (convolution_biases, "fake_call"),
-        (matmuls, "fake_call"),
+        (graph_copy, "run_on_fakes"), (graph_copy, "fake_call"), (biases, "fake_call"),
+        (rewrites, "fake_call"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, counted(getattr(module, name)))
     counts = []

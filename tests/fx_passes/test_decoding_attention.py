@@ -20,7 +20,7 @@ from fxwrap import Options
 from fxwrap.compile.backend import make_backend
 from fxwrap.devices import CPU
 from fxwrap.fx_passes import FxPassContext, prepare_graph
-from fxwrap.fx_passes.decoding_attention import split_decoding_attention
+from fxwrap.fx_passes.attention.decoding import split_decoding_attention
 from fxwrap.lines import Launch
 from fxwrap.testing import assert_emitters_agree
 

@@ -18,8 +18,8 @@ from torch.nn import functional
 from fxwrap import Options
 from fxwrap.devices import CPU
 from fxwrap.fx_passes import prepare_graph
-from fxwrap.fx_passes.expert_conditions import are_in_range
-from fxwrap.fx_passes.expert_writes import simplify_gradients_of_writes
+from fxwrap.fx_passes.experts.conditions import are_in_range
+from fxwrap.fx_passes.experts.writes import simplify_gradients_of_writes
 from fxwrap.lines import ExternCall
 from tests.fx_passes.expert_layers import (
     EXPERTS,

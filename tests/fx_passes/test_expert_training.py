@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Interpreter
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.fx_passes.joint_graph import partitioner
+from fxwrap.fx_passes.training.joint_graph import partitioner
 from fxwrap.lines import ExternCall
 from tests.fx_passes.expert_layers import EXPERTS, SORTING, WIDTH, Experts, MaskedWrites, Switch, inputs_of, routed
 

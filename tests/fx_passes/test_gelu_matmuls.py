@@ -19,7 +19,7 @@ from fxwrap import Options
 from fxwrap.compile import compiler
 from fxwrap.devices import CPU
 from fxwrap.fx_passes import prepare_graph
-from fxwrap.fx_passes.epilogues import fuse_gelu_matmuls, gelu_matmuls
+from fxwrap.fx_passes.matmuls.epilogues import fuse_gelu_matmuls, gelu_matmuls
 from fxwrap.fx_passes.prepared_graph import FxPassContext
 from fxwrap.lines import ExternCall
 from fxwrap.lowering import RULES

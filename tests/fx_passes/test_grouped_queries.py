@@ -15,7 +15,7 @@ import fxwrap
 from fxwrap import Options
 from fxwrap.comparison import capture
 from fxwrap.fx_passes import pack_query_groups
-from fxwrap.fx_passes.grouped_queries import find_query_groups
+from fxwrap.fx_passes.attention.grouped_queries import find_query_groups
 from fxwrap.lines import ExternCall
 from fxwrap.testing import assert_emitters_agree
 from tests.fx_passes.test_attention_masks import _graph_of

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import fxwrap
 from fxwrap.errors import GraphError
-from fxwrap.fx_passes import joint_graph
+from fxwrap.fx_passes.training import joint_graph
 from fxwrap.lines import Return
 from fxwrap.options import Step
 from fxwrap.torch_compat import min_cut_partitioner

@@ -20,8 +20,8 @@ import fxwrap
 from fxwrap.compile import Compiled, compile_graph
 from fxwrap.devices import CPU, ConvolutionLayoutCosts
 from fxwrap.errors import GraphError
+from fxwrap.fx_passes.convolutions.pointwise_results import _UNTAGGED, pointwise_results
 from fxwrap.fx_passes.graph_copy import run_on_fakes, same_layout
-from fxwrap.fx_passes.pointwise_results import _UNTAGGED, pointwise_results
 from fxwrap.lines import ExternCall
 from fxwrap.lowering import RULES
 from fxwrap.options import EMITTERS, Options

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fxwrap
-from fxwrap.fx_passes.attention_masks import find_mask_rewrites
+from fxwrap.fx_passes.attention.masks import find_mask_rewrites
 from fxwrap.options import Options
 from tests.fx_passes.test_recognize_attention import ANY_SIZE
 

@@ -13,7 +13,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule, Interpreter
 
 from fxwrap import Options
-from fxwrap.fx_passes.joint_graph import partitioner
+from fxwrap.fx_passes.training.joint_graph import partitioner
 
 TOKENS, CHOSEN, WIDTH = 12, 3, 8
 

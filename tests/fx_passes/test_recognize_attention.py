@@ -22,7 +22,7 @@ import fxwrap
 from fxwrap.comparison import capture
 from fxwrap.compile.backend import make_backend
 from fxwrap.devices import CPU
-from fxwrap.fx_passes.attention_nodes import folded_number
+from fxwrap.fx_passes.attention.nodes import folded_number
 from fxwrap.loop_ir import HALF_PRECISION
 from fxwrap.lowering.program import lower_with_coverage
 from fxwrap.testing import assert_emitters_agree

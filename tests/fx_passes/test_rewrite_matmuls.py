@@ -18,8 +18,9 @@ from torch.nn import functional as F
 import fxwrap
 from fxwrap import Options
 from fxwrap.devices import CPU
-from fxwrap.fx_passes import graph_copy, matmuls, prepare_graph
+from fxwrap.fx_passes import graph_copy, prepare_graph
 from fxwrap.fx_passes.graph_copy import run_on_fakes
+from fxwrap.fx_passes.matmuls import rewrites
 from fxwrap.fx_passes.prepared_graph import FxPassContext
 from fxwrap.fx_passes.storage_aliases import StorageAliases
 from fxwrap.lines import ExternCall, Launch
@@ -326,7 +327,7 @@ def test_readers_of_matmuls_with_large_weights_are_not_examined(
 ) -> None:
     """Those of each layer would be, for nothing."""
     examined: list[torch.fx.Node] = []
-    monkeypatch.setattr(matmuls, "_may_be_slice", lambda _views, node: examined.append(node) or True)
+    monkeypatch.setattr(rewrites, "_may_be_slice", lambda _views, node: examined.append(node) or True)
 
     def targets(size: int) -> list[str]:
         biases = weights(count, size) if function is biased else []

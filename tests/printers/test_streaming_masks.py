@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxwrap.fx_passes import attention_score_gradients
+from fxwrap.fx_passes.attention import score_gradients
 from fxwrap.loop_ir import Kernel, evaluate_kernel, find_streaming_reduction
 from fxwrap.printers.triton import print_triton
 from fxwrap.printers.triton.streaming_configuration import streaming_configurations
@@ -168,7 +168,7 @@ def test_gradients(form: str, keys: int, group: int, monkeypatch: pytest.MonkeyP
 
     The lowest number bounds keys beside the least maximum of a head's rows; some rows are masked whole.
     """
-    monkeypatch.setattr(attention_score_gradients, "_LONG", 1)
+    monkeypatch.setattr(score_gradients, "_LONG", 1)
     query, *others = _operands(keys, torch.float32)
     inputs = [torch.randn(BATCH, HEADS * group, keys, WIDTH), query.repeat_interleave(group, 1), *others]
 

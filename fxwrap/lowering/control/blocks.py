@@ -11,8 +11,8 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
+from fxwrap.fx_passes.attention.flex import expand_declined_attention
 from fxwrap.fx_passes.effects import attribute_of
-from fxwrap.fx_passes.flex_attention import expand_declined_attention
 from fxwrap.fx_passes.prepare import prepare_subgraph
 from fxwrap.lines import Alloc, Bind, Yield
 from fxwrap.lines.frees import insert_frees

@@ -1,0 +1,1 @@
+"""Convolutions: layouts, biases and frozen weights."""

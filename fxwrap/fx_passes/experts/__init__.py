@@ -1,0 +1,1 @@
+"""Loops over experts become grouped matmuls."""

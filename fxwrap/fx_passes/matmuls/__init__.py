@@ -1,0 +1,1 @@
+"""Matmuls: padding, packing, epilogues, and weights that are packed, quantised or frozen."""

@@ -1,0 +1,1 @@
+"""The joint graph of training, before it is partitioned into forward and backward."""
