@@ -17,7 +17,9 @@ from fxwrap.fx_passes.storage_aliases import written_storages
 from fxwrap.torch_compat import FakeTensor
 
 _aten = torch.ops.aten
-_SORTS = frozenset({_aten.sort.default, _aten.sort.stable})
+SORTS = frozenset({_aten.sort.default, _aten.sort.stable})
+"""Operators whose results are sorted elements and their order."""
+
 _VIEWS = frozenset({
     _aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.slice.Tensor, _aten.select.int,
     _aten.squeeze.dim, _aten.unsqueeze.default, _aten.transpose.int, _aten.permute.default,
@@ -53,7 +55,7 @@ def narrow_sorts(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
 
 def _key(node: Node, fakes: NodeValues, context: FxPassContext) -> torch.dtype | None:
     """Returns the dtype of the keys of a sort of wider integers whose range is known; else None."""
-    operand = node.args[0] if node.target in _SORTS and str(node.target) not in context.extern_operators else None
+    operand = node.args[0] if node.target in SORTS and str(node.target) not in context.extern_operators else None
     fake = fakes.get(operand) if isinstance(operand, Node) else None
     if not isinstance(fake, FakeTensor) or fake.dtype.is_floating_point or fake.dtype.is_complex:
         return None

@@ -17,13 +17,13 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.fx_passes.experts.rows import is_zero
 from fxwrap.fx_passes.graph_copy import is_contiguous
+from fxwrap.fx_passes.narrow_sorts import SORTS
 from fxwrap.fx_passes.prepared_graph import Target
-from fxwrap.fx_passes.training.joint_backward import operators_of_options, with_fake
+from fxwrap.fx_passes.training.joint_backward import call_like, operators_of_options
 from fxwrap.options import Options
 from fxwrap.torch_compat import FakeTensor
 
 _aten = torch.ops.aten
-_SORTS = frozenset({_aten.sort.default, _aten.sort.stable})
 
 
 def gather_permuted_sums(joint: GraphModule, options: Options) -> GraphModule:
@@ -84,7 +84,7 @@ class _Permutations:
 def _is_order(node: Node) -> bool:
     """Whether a node is the order of a sorted vector."""
     source = node.args[0] if node.target is operator.getitem and node.args[1] == 1 else None
-    return isinstance(source, Node) and source.target in _SORTS and len(_sizes(node)) == 1
+    return isinstance(source, Node) and source.target in SORTS and len(_sizes(node)) == 1
 
 
 def _written_positions(node: Node) -> Node | None:
@@ -147,4 +147,4 @@ def _sizes(node: Node) -> list[int]:
 def _call(before: Node, target: Target, *arguments: Any, **keywords: Any) -> Node:
     """Inserts a call before a node, with the metadata of that."""
     with before.graph.inserting_before(before):
-        return with_fake(before.graph.call_function(target, arguments, keywords), before)
+        return call_like(before, target, *arguments, **keywords)

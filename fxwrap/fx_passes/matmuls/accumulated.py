@@ -15,11 +15,11 @@ import torch
 from torch.fx import Node
 
 from fxwrap.fx_passes.graph_copy import GraphCopy, expressions_of, has_static_strides, is_contiguous
+from fxwrap.fx_passes.matmuls.activations import VIEWS
 from fxwrap.fx_passes.prepared_graph import FxPassContext, PreparedGraph
 from fxwrap.fx_passes.storage_aliases import StorageAliases
 
 _aten = torch.ops.aten
-_VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _match(
     if not isinstance(product, Node) or not isinstance(addend, Node) or product is addend:
         return None
     views: list[Node] = []
-    while product.target in _VIEWS and [*product.users] == [total if not views else views[-1]]:
+    while product.target in VIEWS and [*product.users] == [total if not views else views[-1]]:
         views.append(product)
         product = product.args[0]
     is_matmul = product.target is _aten.mm.default and str(product.target) not in context.extern_operators

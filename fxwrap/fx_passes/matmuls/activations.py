@@ -17,6 +17,8 @@ from fxwrap.options import Options
 
 _aten = torch.ops.aten
 VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
+"""Views between a matmul and the calls that read its result."""
+
 _FORMULA: Mapping[Target, Callable[..., float]] = {
     _aten.add.Tensor: operator.add,
     _aten.add.Scalar: operator.add,

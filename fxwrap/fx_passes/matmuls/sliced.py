@@ -16,12 +16,12 @@ import torch
 from torch.fx import Node
 
 from fxwrap.fx_passes.graph_copy import GraphCopy, fake_call
+from fxwrap.fx_passes.matmuls.activations import VIEWS
 from fxwrap.fx_passes.matmuls.rewrites import Matmul, matmuls_of
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
 from fxwrap.fx_passes.storage_aliases import StorageAliases
 
 _aten = torch.ops.aten
-_VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
 _GROUPED = _aten._grouped_mm.default
 _GROUPED_NAME = str(_GROUPED)
 
@@ -94,7 +94,7 @@ def _column_slices(node: Node, fakes: NodeValues) -> Iterator[_ColumnSlice | Non
     columns, last = shape[-1], (-1, len(shape) - 1)
     for user in node.users:
         match user.target, user.args:
-            case target, (_, _) if target in _VIEWS and fakes[user].shape[-1] == columns:
+            case target, (_, _) if target in VIEWS and fakes[user].shape[-1] == columns:
                 yield from _column_slices(user, fakes)
             case _aten.slice.Tensor, (_, dim, int() as start, int() as end) if dim in last and 0 <= start <= end:
                 yield _ColumnSlice(user, start, min(end, columns)) if start < columns else None

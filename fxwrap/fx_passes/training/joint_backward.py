@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.graph_copy import run_on_fakes
+from fxwrap.fx_passes.prepared_graph import Target
 from fxwrap.options import Options
 from fxwrap.torch_compat import FakeTensor
 
@@ -68,6 +70,11 @@ def _chains(node: Node, backward: set[Node]) -> Iterator[tuple[Node, ...]]:
     for user in node.users:
         if user not in backward and name_of(user) in CHAINED and user.all_input_nodes == [node]:
             yield from ((node, *chain) for chain in _chains(user, backward))
+
+
+def call_like(like: Node, target: Target, *arguments: Any, **keywords: Any) -> Node:
+    """Adds a call at the graph's point of insertion, with the metadata of another and a fake value of its own."""
+    return with_fake(like.graph.call_function(target, arguments, keywords), like)
 
 
 def with_fake(node: Node, like: Node) -> Node:

@@ -27,10 +27,11 @@ from fxwrap.fx_passes.prepared_graph import Target
 from fxwrap.fx_passes.source import inline_subgraph_calls
 from fxwrap.fx_passes.training.compared_maxima import save_compared_elements
 from fxwrap.fx_passes.training.joint_backward import operators_of_options
-from fxwrap.fx_passes.training.joint_graph_builder import HALF, JointGraphBuilder
+from fxwrap.fx_passes.training.joint_graph_builder import JointGraphBuilder
 from fxwrap.fx_passes.training.pooling_offsets import save_window_offsets
 from fxwrap.fx_passes.training.recomputed_dropout import recompute_dropout
 from fxwrap.fx_passes.training.recomputed_norms import recompute_norms
+from fxwrap.loop_ir import HALF_PRECISION
 from fxwrap.options import Options, Step, enabled_steps
 from fxwrap.torch_compat import FakeTensor, min_cut_partitioner, storage_identity, without_fake_mode
 
@@ -156,7 +157,7 @@ def _exponentials(builder: JointGraphBuilder, x: Node, dim: int) -> tuple[Node, 
 
 def _wide_softmax(builder: JointGraphBuilder, x: Node, dim: int, half_to_float: bool) -> Node | None:
     """A softmax in float32 of elements in half precision, whose backward reads it."""
-    is_cast = x.target is _aten._to_copy.default and x.all_input_nodes[0].meta["val"].dtype in HALF
+    is_cast = x.target is _aten._to_copy.default and x.all_input_nodes[0].meta["val"].dtype in HALF_PRECISION
     is_wide = (half_to_float or is_cast) and builder.replaced.dtype == torch.float32
     if not (is_wide and builder.has_softmax_backward):
         return None
@@ -276,7 +277,7 @@ def _norm_result(graph: Graph, result: Node, results: CallResults) -> Node | Non
     if is_group_norm and type(x.meta["val"].shape[1]) is not int:
         return None  # how many channels a group has is known at run time only
     builder = JointGraphBuilder(graph, result, results, {}, False)
-    if is_group_norm and result.meta["val"].dtype in HALF:
+    if is_group_norm and result.meta["val"].dtype in HALF_PRECISION:
         statistics = _float32_group_statistics(builder, norm)
     else:
         statistics = [builder.call(operator.getitem, norm, number) for number in (1, 2)] if position == 0 else None

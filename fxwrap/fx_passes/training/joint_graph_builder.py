@@ -9,11 +9,10 @@ from torch.fx import Graph, Node
 
 from fxwrap.fx_passes.graph_copy import CallResults, expressions_of, is_contiguous
 from fxwrap.fx_passes.prepared_graph import Target
+from fxwrap.loop_ir import HALF_PRECISION
 from fxwrap.torch_compat import FakeTensor
 
 _aten = torch.ops.aten
-HALF = frozenset({torch.float16, torch.bfloat16})
-"""The dtypes of half precision."""
 
 
 class JointGraphBuilder:
@@ -58,7 +57,7 @@ class JointGraphBuilder:
 
     def upcast(self, operand: Node) -> Node:
         """Returns an operand in the dtype in which operators compute: float32 for half precision."""
-        return self.cast(operand, torch.float32) if operand.meta["val"].dtype in HALF else operand
+        return self.cast(operand, torch.float32) if operand.meta["val"].dtype in HALF_PRECISION else operand
 
     def one_minus(self, value: Node) -> Node:
         """Returns 1 - value."""

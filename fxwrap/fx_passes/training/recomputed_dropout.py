@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import operator
 from functools import partial
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from fxwrap.fx_passes.prepared_graph import Target
-from fxwrap.fx_passes.training.joint_backward import backward_nodes, operators_of_options, redirect_backward, with_fake
+from fxwrap.fx_passes.training.joint_backward import backward_nodes, call_like, operators_of_options, redirect_backward
+from fxwrap.loop_ir import HALF_PRECISION
 from fxwrap.options import Options
 
 _aten = torch.ops.aten
@@ -44,11 +43,9 @@ def _product(dropout: Node, result: Node) -> Node:
     assert isinstance(operand, Node) and isinstance(probability, float)
     dtype = result.meta["val"].dtype
 
-    def call(target: Target, *arguments: Any, **keywords: Any) -> Node:
-        return with_fake(dropout.graph.call_function(target, arguments, keywords), result)
-
+    call = partial(call_like, result)
     mask = call(operator.getitem, dropout, 1)
-    is_half = dtype in (torch.float16, torch.bfloat16)
+    is_half = dtype in HALF_PRECISION
     product = call(_aten._to_copy.default, operand, dtype=torch.float32) if is_half else operand
     product = call(_aten.mul.Tensor, call(_aten.mul.Tensor, product, mask), 1 / (1 - probability))
     return call(_aten._to_copy.default, product, dtype=dtype) if is_half else product

@@ -19,9 +19,9 @@ from fxwrap.fx_passes.prepared_graph import Target
 from fxwrap.fx_passes.training.joint_backward import (
     CHAINED,
     backward_nodes,
+    call_like,
     operators_of_options,
     redirect_backward,
-    with_fake,
 )
 from fxwrap.options import Options
 from fxwrap.torch_compat import FakeTensor, OpOverload
@@ -81,7 +81,7 @@ def _normalized(norm: Node, parts: dict[Any, Node], backward: set[Node]) -> Node
     dtype = mean.meta["val"].dtype
 
     def call(target: Target, *operands: Any, **keywords: Any) -> Node:
-        node = with_fake(norm.graph.call_function(target, operands, keywords), result)
+        node = call_like(result, target, *operands, **keywords)
         backward.add(node)
         return node
 
