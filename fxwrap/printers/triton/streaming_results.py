@@ -56,10 +56,7 @@ class StreamingResultPrinter(StreamingValuePrinter):
         used = [axis for axis in (self.parts.row, self.inner) if axis in varies[update.value]]
         summed = [axis for axis in used if axis not in address_axes]
         masks = {axis: [scope.masks[axis]] if axis in scope.masks else [] for axis in used}
-        conditions = {
-            item: f"({self.value(item, scope)})" for item in update.conditions
-            if self.kernel.operations[item] != Constant(True, torch.bool)
-        }  # fmt: skip
+        conditions = self._conditions(update, scope)
         if summed:
             where = [*[text for axis in used for text in masks[axis]], *conditions.values()]
             value = f"tl.where({' & '.join(where)}, {value}, 0.0)" if where else value
@@ -79,12 +76,16 @@ class StreamingResultPrinter(StreamingValuePrinter):
         axes = self.kernel.address_axes[update.position]
         address, _ = self.access(store.buffer, store.index, axes, None, inside, is_matrix=True)
         masks = [inside.masks[axis] for axis in (self.parts.row, self.inner) if axis in inside.masks]
-        masks += [
-            f"({self.value(item, inside)})" for item in update.conditions
-            if self.kernel.operations[item] != Constant(True, torch.bool)
-        ]  # fmt: skip
+        masks += self._conditions(update, inside).values()
         mask = f", mask={' & '.join(masks)}" if masks else ""
         self.line(f"tl.store({address}, {self.value(store.value, inside)}{mask})", store.origin)
+
+    def _conditions(self, update: Update, scope: Scope) -> dict[int, str]:
+        """Returns the texts of an update's conditions, without one that is always true."""
+        return {
+            item: f"({self.value(item, scope)})" for item in update.conditions
+            if self.kernel.operations[item] != Constant(True, torch.bool)
+        }  # fmt: skip
 
     def _store(self, position: int, store: Store, scope: Scope) -> None:
         axes = self.kernel.value_axes[position]
