@@ -124,6 +124,12 @@ class StreamingReduction:
         """The bound of the number of iterations of an axis before the innermost one, as of the list of a block mask."""
         return next((item for item in self.bounds if item.axis != self.axes[-1] and self.is_exact(item)), None)
 
+    @property
+    def row_bounds(self) -> tuple[AxisBound, ...]:
+        """Bounds of the last axis whose limits vary over rows, the lowest number's included."""
+        bounds = dict.fromkeys([*self.bounds, *self.lowest_masks])
+        return tuple([item for item in bounds if item.axis == self.axes[-1] and not self.is_exact(item)])
+
     def is_exact(self, bound: AxisBound) -> bool:
         """Whether a bound is the same for all rows, so that its condition holds in a loop within it."""
         return self.row not in self.kernel.value_axes[bound.limit]

@@ -161,8 +161,8 @@ class _BoundFinder:
     def _bound(self, condition: int, holds: bool) -> AxisBound | None:
         """Returns the bound that a condition with a value is, if it compares the index of an axis with a limit."""
         test = self.kernel.operations[condition]
-        if isinstance(test, Compute) and test.name == "logical_or" and holds:
-            return self._bound_unless(condition, test.operands)
+        if isinstance(test, Compute) and test.name == ("logical_or" if holds else "logical_and"):
+            return self._bound_of_either(condition, holds, test.operands)
         if not isinstance(test, Compute) or test.name not in _FLIPPED:
             return None
         relation, (left, right) = test.name if holds else OPPOSITES[test.name], test.operands
@@ -177,24 +177,36 @@ class _BoundFinder:
                 del self.added[count:]
         return None
 
-    def _bound_unless(self, condition: int, parts: Sequence[int]) -> AxisBound | None:
-        """Returns the bound of a comparison that need not hold where another condition does.
-
-        That has a value before the loops over all streamed axes.
-        """
-        for one, exception in (parts, parts[::-1]):
-            if not self.kernel.value_axes[exception].isdisjoint(self.axes):
-                continue
-            count, literals = len(self.added), [*self._conjuncts(one, True)]
-            bound = self._bound(*literals[0]) if len(literals) == 1 else None
-            if bound is not None:
-                everything = self._add(Constant(0 if bound.is_lower else _LARGEST, torch.int64))
-                limit = self._add(Compute("cast", (bound.limit,), torch.int64))
-                limit = self._add(Compute("where", (exception, everything, limit), torch.int64))
-                if self._is_known(limit, bound.axis):
-                    return AxisBound(bound.axis, condition, True, limit, bound.is_lower)
+    def _bound_of_either(self, condition: int, holds: bool, parts: Sequence[int]) -> AxisBound | None:
+        """Returns the bound of two conditions, one of which has to have a value: the wider bound of both."""
+        for one, other in (parts, parts[::-1]):
+            count, bound = len(self.added), self._single_bound(one, holds)
+            limit = None if bound is None else self._wider_limit(bound, other, holds)
+            if bound is not None and limit is not None and self._is_known(limit, bound.axis):
+                return AxisBound(bound.axis, condition, holds, limit, bound.is_lower)
             del self.added[count:]
         return None
+
+    def _single_bound(self, condition: int, holds: bool) -> AxisBound | None:
+        """Returns the bound of a condition that implies no others."""
+        literals = [*self._conjuncts(condition, holds)]
+        return self._bound(*literals[0]) if len(literals) == 1 else None
+
+    def _wider_limit(self, bound: AxisBound, other: int, holds: bool) -> int | None:
+        """Returns the limit of a bound that does not count where another condition has a value.
+
+        That has a bound of the same kind, whose limit counts there, or a value before the loops over all streamed axes.
+        """
+        limit = self._add(Compute("cast", (bound.limit,), torch.int64))
+        if self.kernel.value_axes[other].isdisjoint(self.axes):
+            everything = self._add(Constant(0 if bound.is_lower else _LARGEST, torch.int64))
+            choice = (everything, limit) if holds else (limit, everything)
+            return self._add(Compute("where", (other, *choice), torch.int64))
+        second = self._single_bound(other, holds)
+        if second is None or (second.axis, second.is_lower) != (bound.axis, bound.is_lower):
+            return None
+        cast = self._add(Compute("cast", (second.limit,), torch.int64))
+        return self._add(Compute("minimum" if bound.is_lower else "maximum", (limit, cast), torch.int64))
 
     def _is_known(self, limit: int, axis: Axis) -> bool:
         """Whether an operation has a value before the loop over an axis."""

@@ -95,7 +95,7 @@ def test_heads_that_share_keys_count_as_rows_on_few_threads() -> None:
 
 
 def _attend_to_cache(query: Tensor, key: Tensor, value: Tensor, position: Tensor, lengths: Tensor) -> list[Tensor]:
-    """Three layers of a step: a mask of positions that two of them read, and a finite one of lengths."""
+    """Layers of a step: two read a mask of positions, others one of lengths, a finite one, and a number of each key."""
     keys = torch.arange(key.shape[2])
     visible = (keys <= position) & (keys > position - 300)
     ended = query.new_zeros(2, 1, 1, key.shape[2]).masked_fill(keys >= lengths[:, None, None, None], -torch.inf)
@@ -103,7 +103,9 @@ def _attend_to_cache(query: Tensor, key: Tensor, value: Tensor, position: Tensor
     finite = finite.expand(4, -1)
     first = attend(query, key, value, attn_mask=visible.expand(4, -1))
     second = attend(query + 1, key, value, attn_mask=visible.expand(4, -1))
-    return [first, second, attend(query, key, value, attn_mask=ended), attend(query, key, value, attn_mask=finite)]
+    numbers = query.new_zeros(key.shape[2]).masked_fill(keys > position, -torch.inf)
+    masks = (ended, finite, numbers.expand(4, -1))
+    return [first, second, *[attend(query, key, value, attn_mask=mask) for mask in masks]]
 
 
 @pytest.mark.parametrize("options", [PARALLEL, Options()], ids=["split", "few threads"])

@@ -1,7 +1,8 @@
-"""Bands of heads, which are the default where rows of a block mask visit different numbers of blocks."""
+"""Bands of heads, which are the default where rows visit different numbers of blocks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxwrap.printers.triton import StreamingConfiguration
+from fxwrap.loop_ir import find_streaming_reduction
+from fxwrap.printers.triton import StreamingConfiguration, print_triton
 from fxwrap.printers.triton.streaming_configuration import streaming_configurations
 from fxwrap.torch_compat import FakeTensorMode
+from tests.fx_passes.test_attention_backward import OPTIONS
 from tests.lowering.planned_programs import plan
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -69,3 +72,53 @@ def test_sizes() -> None:
     assert _default(_causal, length=16384).band == 2
     assert _default(_causal, heads=4).band == 1
     assert _default(_causal, heads=256, length=1024, width=64).band == 1
+
+
+def _hidden_later(row: Tensor, key: Tensor) -> Tensor:
+    return key > row
+
+
+def _hidden_earlier(row: Tensor, key: Tensor) -> Tensor:
+    return key < row
+
+
+def _hidden_beyond_prefix(row: Tensor, key: Tensor) -> Tensor:
+    return (key > row) & (key >= 100)
+
+
+def _hidden_beyond_window(row: Tensor, key: Tensor) -> Tensor:
+    return (key > row) | (key < row - 256)
+
+
+def _hidden_padding(row: Tensor, key: Tensor) -> Tensor:
+    return key >= row * 0 + 4000
+
+
+@pytest.mark.parametrize(
+    ("hidden", "band", "counts_down"),
+    [(_hidden_later, 8, [True, True, False]), (_hidden_earlier, 8, [False, False, True]),
+     (_hidden_beyond_prefix, 8, [True, True, False]), (_hidden_beyond_window, 1, [True, True, True]),
+     (_hidden_padding, 1, [False, False, False])],
+    ids=lambda item: getattr(item, "__name__", str(item)).strip("_"),
+)  # fmt: skip
+def test_formulas(hidden: Callable[[Tensor, Tensor], Tensor], band: int, counts_down: list[bool]) -> None:
+    """Attention written as its formula, and its gradients, whose masks are bounds; long rows are first."""
+    with FakeTensorMode() as mode:
+        inputs = [torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16) for _ in range(4)]
+
+    def step(gradient: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves = [item.detach().requires_grad_() for item in tensors]
+        query, key, value = leaves
+        position = torch.arange(4096)
+        scores = (query @ key.mT).masked_fill(hidden(position[:, None], position), -math.inf)
+        output = torch.softmax(scores.float(), -1).to(value.dtype) @ value
+        return (output.detach(), *torch.autograd.grad(output, leaves, gradient))
+
+    with mode:
+        graph = make_fx(step)(*inputs)
+    kernels = plan(graph, inputs, OPTIONS).kernels.values()
+    streaming = [item for item in kernels if find_streaming_reduction(item)]
+    configurations = [streaming_configurations(item, int)[0] for item in streaming]
+    assert [item.band for item in configurations] == 3 * [band]
+    printed = [print_triton(*pair).source for pair in zip(streaming, configurations, strict=True)]
+    assert ["num_programs(0) - 1" in source for source in printed] == counts_down

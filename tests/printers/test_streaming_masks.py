@@ -73,6 +73,17 @@ def _biased(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tenso
     return torch.softmax(scores.masked_fill(column > row, -math.inf), -1) @ value
 
 
+def _prefix(number: float) -> Attention:
+    """Rows see the keys before them, and those of a prefix."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+        row, column = _positions(query, key)
+        is_hidden = (column > row) & (column >= 70)
+        return torch.softmax((query @ key.mT * 0.25).masked_fill(is_hidden, number), -1) @ value
+
+    return attend
+
+
 def _zeroed(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
     """The same condition masks scores and weights."""
     row, column = _positions(query, key)
@@ -97,7 +108,7 @@ FORMS = {
     "lowest": _causal(torch.finfo(torch.float16).min), "large": _causal(-1e4), "infinity": _causal(-math.inf),
     "window": _causal(-1e4, True), "band": _causal(-math.inf, True), "filled": _filled(-1e4), "biased": _biased,
     "zeroed": _zeroed, "upcast": _upcast(torch.finfo(torch.float32).min), "padded": _padded(False),
-    "padded band": _padded(True),
+    "padded band": _padded(True), "prefix": _prefix(-math.inf), "large prefix": _prefix(-1e4),
 }  # fmt: skip
 LOWEST = ("upcast", "padded", "padded band")
 """Forms whose kernels visit masked blocks only where some row has no other keys."""
@@ -161,7 +172,7 @@ def test_masked_blocks_are_read_for_rows_without_other_keys_only(form: str, lang
     torch.testing.assert_close(result[1, :, 64:192].double(), exact[1, :, 64:], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", ["infinity", "band", "biased", "padded", "padded band"])
+@pytest.mark.parametrize("form", ["infinity", "band", "biased", "padded", "padded band", "prefix"])
 @pytest.mark.parametrize(("keys", "group"), [(256, 1), (200, 1), (200, 2)])
 def test_gradients(form: str, keys: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of queries, and of keys, whose heads have several heads of queries: blocks of both ends are masked.

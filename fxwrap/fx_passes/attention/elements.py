@@ -253,7 +253,8 @@ class ElementGraph(ScalarGraph):
         own = (0, bytes_of(fake))
         if not isinstance(node.target, OpOverload) or name_of(node) not in ELEMENTWISE:
             return own
-        if fake.ndim < 2 and fake.dtype.is_floating_point:  # few numbers; masks and positions bound the loop over keys
+        is_mask = not fake.dtype.is_floating_point or name_of(node) in ("masked_fill", "where")
+        if fake.ndim < 2 and not is_mask:  # few numbers; masks and positions bound the loop over keys
             return own
         count, size = 1, 0
         for item in node.args:

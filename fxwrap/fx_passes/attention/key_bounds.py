@@ -7,8 +7,11 @@ the maximum of the row.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Node
@@ -31,6 +34,9 @@ _OPPOSITES = {
 }  # fmt: skip
 """The opposites of comparisons that bound keys."""
 
+_Comparison: TypeAlias = tuple[Any, tuple[Any, ...]]
+"""The operator of a comparison, with its operands."""
+
 _CONJUNCTIONS, _DISJUNCTIONS = ("bitwise_and", "logical_and"), ("bitwise_or", "logical_or")
 
 
@@ -42,8 +48,9 @@ def key_bounds(graph: ScalarGraph, score: Node, reference: Node | None) -> Itera
     for condition, holds, number in _masks(score):
         if number != -torch.inf and reference is None:
             continue
-        for target, operands in _comparisons(graph, condition, holds):
-            bound = graph.call(target, *operands)
+        for comparisons in _alternatives(graph, condition, holds):
+            calls = [graph.call(target, *operands) for target, operands in comparisons]
+            bound = functools.reduce(partial(graph.call, _aten.logical_or.default), calls)
             if number != -torch.inf:
                 is_far = graph.call(_aten.gt.Scalar, reference, number / _FARTHEST)
                 bound = graph.call(_aten.logical_or.default, bound, graph.call(_aten.logical_not.default, is_far))
@@ -53,7 +60,7 @@ def key_bounds(graph: ScalarGraph, score: Node, reference: Node | None) -> Itera
 def needs_reference(graph: ScalarGraph, score: Node) -> bool:
     """Whether a score has bounds beside a reference only."""
     masks = [(condition, holds) for condition, holds, number in _masks(score) if number != -torch.inf]
-    return any(True for condition, holds in masks for _ in _comparisons(graph, condition, holds))
+    return any(True for condition, holds in masks for _ in _alternatives(graph, condition, holds))
 
 
 def _masks(score: Node) -> Iterator[tuple[Node, bool, float]]:
@@ -88,14 +95,17 @@ def _number(item: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _comparisons(graph: ScalarGraph, condition: Node, holds: bool) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Yields comparisons of integers that a condition with a value implies: operators, with their operands."""
+def _alternatives(graph: ScalarGraph, condition: Node, holds: bool) -> Iterator[tuple[_Comparison, ...]]:
+    """Yields comparisons of integers, one of which has to hold where a condition has a value."""
     name, arguments = name_of(condition), condition.args
     if name in (_CONJUNCTIONS if holds else _DISJUNCTIONS):
         for operand in condition.all_input_nodes:
-            yield from _comparisons(graph, operand, holds)
+            yield from _alternatives(graph, operand, holds)
+    elif name in (_DISJUNCTIONS if holds else _CONJUNCTIONS):
+        for parts in itertools.product(*[_alternatives(graph, item, holds) for item in condition.all_input_nodes]):
+            yield tuple([comparison for part in parts for comparison in part])
     elif name in ("logical_not", "bitwise_not"):
-        yield from _comparisons(graph, arguments[0], not holds)  # type: ignore[arg-type]
+        yield from _alternatives(graph, arguments[0], not holds)  # type: ignore[arg-type]
     elif condition.target in _OPPOSITES:
         if not any(graph.scalars[item].is_floating_point() for item in condition.all_input_nodes):
-            yield (condition.target if holds else _OPPOSITES[condition.target]), arguments
+            yield (((condition.target if holds else _OPPOSITES[condition.target]), arguments),)

@@ -132,7 +132,12 @@ class StreamingTritonPrinter(StreamingResultPrinter):
             self.line(f"program = program // {size(axis.size)}")
 
     def _grows_with_rows(self) -> bool:
-        """Whether elements count where a position of rows is at least that of streamed ones, as under a causal mask."""
+        """Whether later rows may visit more: positions up to a limit that varies over rows, as under a causal mask.
+
+        The lists of a block mask have no limits: there, comparisons of elements say so.
+        """
+        if self.parts.visit_bound is None:
+            return any(not item.is_lower for item in self.parts.row_bounds)
         streamed = frozenset(self.parts.axes)
         for position in sorted(self.kernel.backward_slice(self.parts.elements)):
             operation = self.kernel.operations[position]

@@ -47,7 +47,7 @@ def streaming_configurations(
     matrices = min(max(len(parts.products) + len(parts.weighted_sums), 2), 4)
     is_half = _has_half_factors(kernel, parts)
     biases = _biases(kernel, parts)
-    is_uneven = is_half and parts.visit_bound is not None and _rows_are_uneven(kernel, parts)
+    is_uneven = is_half and _rows_are_uneven(kernel, parts)
     table = (_UNEVEN if is_uneven else _HALF if is_half else _SINGLE)[matrices]
     if is_half and matrices == 2 and rows <= _FEW_ROWS:
         table = _DECODING
@@ -132,10 +132,13 @@ def _band(
 
 
 def _rows_are_uneven(kernel: Kernel, parts: StreamingReduction) -> bool:
-    """Whether rows visit different numbers of positions: all that compares both is one-sided, as a causal mask is.
+    """Whether rows visit different numbers of positions: limits that vary over rows are on one side, as a causal one.
 
-    A window, or equal documents, limit the positions on the other side, too.
+    A window limits the positions on the other side, too. The lists of a block mask have no limits: there, all that
+    compares rows and positions is one-sided.
     """
+    if parts.visit_bound is None:
+        return len({item.is_lower for item in parts.row_bounds}) == 1
     streamed, is_compared = frozenset(parts.axes), False
     for position, operation in enumerate(kernel.operations):
         both = parts.row in kernel.value_axes[position] and not streamed.isdisjoint(kernel.value_axes[position])
