@@ -98,14 +98,19 @@ def test_training(form: Attention, emitter: str) -> None:
 
 
 def test_training_in_half_precision() -> None:
-    inputs = _operands(dtype=torch.bfloat16)
-    step = _step(_scaled, (0, 1, 2, 3))
-    inputs = [torch.randn_like(_scaled(*inputs)), *inputs]
-    planned = plan(make_fx(step)(*inputs), inputs, OPTIONS)
-    assert "flex_attention_grad_query_0" in planned.launches
-    results = planned.run([item.clone() for item in inputs]), step(*inputs), step(*_double(inputs))
-    for result, eager, exact in zip(*results, strict=True):
-        assert (result.double() - exact).norm() <= 1.2 * (eager.double() - exact).norm() + 4e-3 * exact.norm()
+    """Errors of several inputs together: those of a sink's gradient, one number, may be near zero in eager mode."""
+    step, planned, errors = _step(_scaled, (0, 1, 2, 3)), None, torch.zeros(2, 5, dtype=torch.float64)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        inputs = _operands(dtype=torch.bfloat16)
+        inputs = [torch.randn_like(_scaled(*inputs)), *inputs]
+        planned = planned or plan(make_fx(step)(*inputs), inputs, OPTIONS)
+        exact = step(*_double(inputs))
+        for side, results in enumerate((planned.run([item.clone() for item in inputs]), step(*inputs))):
+            differences = [result.double() - item for result, item in zip(results, exact, strict=True)]
+            errors[side] += torch.stack([item.norm() ** 2 for item in differences])
+    assert planned is not None and "flex_attention_grad_query_0" in planned.launches
+    assert (errors[0] <= errors[1]).all()
 
 
 def _returned(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
