@@ -210,6 +210,10 @@ class InputError(FxwrapError):
     """Run-time inputs that violate the input guards: wrong number, dtype, device, sizes, strides or class."""
 
 
+class ResultError(FxwrapError):
+    """A result of an operator from outside torch with another dtype, device, sizes or strides than its fake result."""
+
+
 class JitTraceError(FxwrapError):
     """A compiled program called under torch.jit.trace, which records constants in place of the results of kernels."""
 

@@ -41,6 +41,7 @@ from fxwrap.passes.partition import partition
 from fxwrap.passes.profile_ranges import insert_profile_ranges
 from fxwrap.passes.provenance import assign_call_handles
 from fxwrap.passes.reorder import reorder_for_peak_memory
+from fxwrap.passes.result_checks import check_results
 from fxwrap.passes.reuse import reuse_memory
 from fxwrap.passes.symmetric_buffers import allocate_symmetric_buffers
 from fxwrap.torch_compat import DisablePythonDispatcher
@@ -222,6 +223,10 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
         "memory_planning", _plans_pools,
     ),
     _pass_point(IR_BEFORE_EMISSION, "the user's passes over the program, after memory planning"),
+    Step(
+        "check_results", "check the results of operators from outside torch, whose layout a fake implementation states",
+        _transform(check_results),
+    ),
     Step(
         "insert_device_guards", "make the device of each call current, where it is not",
         _transform(insert_device_guards),

@@ -101,7 +101,7 @@ def disable_autograd_and_autocast(boxed: BoxedCallable) -> FlatCallable:
 
 def checks_inputs(program: Program) -> bool:
     """Whether a program checks its inputs: anybody may call it, not only torch.compile behind Dynamo's guards."""
-    return any(isinstance(line, CheckLayout) for line in program.body.lines)
+    return any(isinstance(line, CheckLayout) and not line.operator for line in program.body.lines)
 
 
 def has_complex_inputs(program: Program) -> bool:

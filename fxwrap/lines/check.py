@@ -1,4 +1,4 @@
-"""The line that checks the program's inputs."""
+"""The line that checks the layout of an input, or of the result of a call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class CheckLayout(LineBase):
     """Raises InputError unless a tensor has this dtype, device, sizes and strides; the message calls it `name`.
 
     Strides of dimensions of size 1, and of empty tensors, are not compared. The address of the first element must be a
-    multiple of `alignment` bytes.
+    multiple of `alignment` bytes. With an `operator`, the tensor is a result of its call, and the error a ResultError.
 
     Example: `check.layout(%x) name="x" alignment=16 : f32[s0, 8]@cpu`
     """
@@ -23,6 +23,7 @@ class CheckLayout(LineBase):
     expected: TensorType = attribute(form=Form.TYPE)
     name: str = attribute(default="")
     alignment: int = attribute(default=1)
+    operator: str = attribute(default="")
 
     def effects(self) -> tuple[Effect, ...]:
         return (ASSERT,)

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import torch
 
-from fxwrap.errors import InputError
+from fxwrap.errors import InputError, ResultError
 from fxwrap.runtime.plain_inputs import PLAIN_CLASSES, is_plain_class
 from fxwrap.torch_compat import DTYPE_NAMES
 
@@ -18,19 +18,26 @@ _STRIDED = torch.strided
 
 
 def check_layout(
-    tensor: object, name: str, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], device: torch.device
+    tensor: object,
+    name: str,
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    device: torch.device,
+    operator: str = "",
 ) -> None:
     """Raises InputError unless `tensor` is a plain tensor of this dtype, sizes, strides (in elements) and device.
 
-    Strides of dimensions of size 1 and of empty tensors are not compared. A device without an index matches all of its
-    type. Subclasses of torch.Tensor that define how operators act on them are rejected: they must be desugared first.
+    With an operator, the tensor is a result of its call, and the error is a ResultError. Strides of dimensions of size
+    1 and of empty tensors are not compared. A device without an index matches all of its type. Subclasses of
+    torch.Tensor that define how operators act on them are rejected: they must be desugared first.
     """
     if type(tensor) not in PLAIN_CLASSES and not is_plain_class(type(tensor)):
         actual = "None" if tensor is None else type(tensor).__name__
         expected = _describe(dtype, sizes, strides, device) if tensor is None else "a torch.Tensor"
-        raise InputError(f"input '{name}': expected {expected}, got {actual}")
+        raise _layout_error(name, expected, actual, operator)
     assert isinstance(tensor, torch.Tensor)
-    check_tensor_layout(tensor, name, dtype, sizes, strides, device)
+    check_tensor_layout(tensor, name, dtype, sizes, strides, device, operator)
 
 
 def check_tensor_layout(
@@ -40,6 +47,7 @@ def check_tensor_layout(
     sizes: Sequence[int],
     strides: Sequence[int],
     device: torch.device,
+    operator: str = "",
 ) -> None:
     """Raises as `check_layout` does, for a tensor of any class."""
     if tensor.layout is not _STRIDED:
@@ -53,7 +61,16 @@ def check_tensor_layout(
         return
     else:
         actual = _describe(tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-    raise InputError(f"input '{name}': expected {_describe(dtype, sizes, strides, device)}, got {actual}")
+    raise _layout_error(name, _describe(dtype, sizes, strides, device), actual, operator)
+
+
+def _layout_error(name: str, expected: str, actual: str, operator: str) -> InputError | ResultError:
+    if not operator:
+        return InputError(f"input '{name}': expected {expected}, got {actual}")
+    remedy = "Correct its fake implementation (torch.library.register_fake), or the operator"
+    return ResultError(
+        f"result '{name}' of {operator}: its fake implementation returns {expected}, the operator {actual}. {remedy}"
+    )
 
 
 def check_rank(tensor: object, name: str, rank: int) -> None:

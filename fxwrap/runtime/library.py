@@ -115,8 +115,9 @@ def _check_layout(
     strides: Sequence[int],
     device: torch.device,
     alignment: int,
+    operator: str = "",
 ) -> None:
-    check_tensor(tensor, name, dtype, sizes, strides, device)
+    check_tensor(tensor, name, dtype, sizes, strides, device, operator)
     if tensor is not None and alignment != 1:
         check_alignment(tensor, name, alignment)
 
@@ -229,7 +230,7 @@ _OPERATORS = (
     _Operator("workspace(SymInt size, bool zeroed, Device device) -> Tensor", _workspace, _workspace),
     _Operator(
         "check_layout(Tensor? tensor, str name, ScalarType dtype, SymInt[] sizes, SymInt[] strides, Device device, "
-        "int alignment) -> ()",
+        "int alignment, str operator=\"\") -> ()",
         _check_layout, has_side_effect=True,
     ),
     _Operator("check_rank(Tensor? tensor, str name, int rank) -> ()", check_rank, has_side_effect=True),

@@ -165,6 +165,18 @@ def operator_overload(target: str) -> OpOverload:
     return operator
 
 
+_TORCH_NAMESPACES = frozenset({
+    "aten", "prim", "prims", "rngprims", "quantized", "_quantized", "quantized_decomposed", "mkl", "mkldnn",
+    "mkldnn_prepacked", "onednn", "c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem",
+    "inductor", "inductor_prims", "profiler", "streams", "sparse", "static_runtime", "fxwrap", "fxwrap_runtime",
+})  # fmt: skip
+
+
+def is_torch_operator(target: str) -> bool:
+    """Whether "namespace.name.overload" is in a namespace of torch or fxwrap, not in that of another package."""
+    return target.partition(".")[0] in _TORCH_NAMESPACES
+
+
 def overload_names_of(namespace: str) -> list[str]:
     """Returns the overloads of a namespace, "namespace.name.overload". torch.ops lists only those used before."""
     schemas = torch._C._jit_get_all_schemas()

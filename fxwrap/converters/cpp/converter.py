@@ -337,7 +337,8 @@ class CppConverter(LoopConverter):
         sizes, strides = self.unit.sizes(type_.sizes), self.unit.sizes(type_.strides)
         dtype, device = self.writer.dtype(line, type_.dtype), self.unit.device(type_.device)
         tensor = self.writer.name_of(line.tensor)
-        self.writer.emit(f"check_layout(f, {tensor}, {name}, {sizes}, {strides}, {dtype}, {device});")
+        operator = f", {string_text(line.operator)}" if line.operator else ""
+        self.writer.emit(f"check_layout(f, {tensor}, {name}, {sizes}, {strides}, {dtype}, {device}{operator});")
         if line.alignment != 1:
             self.writer.emit(f"check_alignment(f, {tensor}, {name}, {line.alignment});")
 

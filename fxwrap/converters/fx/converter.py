@@ -265,6 +265,7 @@ class FxConverter(GraphEmitter):
         tensor = self.writer.argument(line.tensor)
         layout = self.writer.layout(type_)
         arguments = [tensor, line.name or line.tensor.name, type_.dtype, *layout, type_.device, line.alignment]
+        arguments += [line.operator] if line.operator else []
         self.fxwrap_operator(line, _FXWRAP.check_layout.default, arguments)
 
     def comment(self, line: lines.Comment) -> None:

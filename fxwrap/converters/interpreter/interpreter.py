@@ -324,7 +324,7 @@ class Interpreter(Converter):
 
     def check_layout(self, line: lines.CheckLayout) -> None:
         type_, tensor, name = line.expected, self.values[line.tensor.name], line.name or line.tensor.name
-        checks.check_layout(tensor, name, type_.dtype, *self._shape(type_), type_.device)
+        checks.check_layout(tensor, name, type_.dtype, *self._shape(type_), type_.device, line.operator)
         checks.check_alignment(tensor, name, line.alignment)
 
     def comment(self, line: lines.Comment) -> None:

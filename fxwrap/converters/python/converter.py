@@ -380,6 +380,7 @@ class PythonConverter(Converter):
         type_ = line.expected
         arguments = [self.text(line.tensor), repr(line.name or line.tensor.name), self.text(type_.dtype)]
         arguments += [self._sizes(type_.sizes), self._sizes(type_.strides), self.text(type_.device)]
+        arguments += [repr(line.operator)] if line.operator else []
         self.emit(f"{self._runtime('checks', 'check_layout')}({', '.join(arguments)})")
         if line.alignment != 1:
             check = self._runtime("checks", "check_alignment")

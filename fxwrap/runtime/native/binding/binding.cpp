@@ -46,6 +46,7 @@ using fxwrap::binding::is_plain_tensor;
 using fxwrap::binding::set_python_error;
 using fxwrap::binding::unpack;
 
+PyObject* error_classes = nullptr;        // the dictionary of fxwrap.errors
 PyObject* input_error = nullptr;          // fxwrap.errors.InputError
 PyObject* script_object_class = nullptr;  // torch.ScriptObject
 
@@ -516,9 +517,10 @@ void set_python_error(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const fxwrap::Failure& failure) {
-    PyObject* builtin = PyDict_GetItemString(PyEval_GetBuiltins(), failure.kind().c_str());
-    const bool is_input_error = failure.kind() == "InputError";
-    PyErr_SetString(is_input_error ? input_error : builtin == nullptr ? PyExc_RuntimeError : builtin, failure.what());
+    const char* kind = failure.kind().c_str();
+    PyObject* error = PyDict_GetItemString(error_classes, kind);
+    if (error == nullptr) error = PyDict_GetItemString(PyEval_GetBuiltins(), kind);
+    PyErr_SetString(error == nullptr ? PyExc_RuntimeError : error, failure.what());
   } catch (...) {
     torch::translate_exception_to_python(error);
   }
@@ -529,8 +531,9 @@ void set_python_error(const std::exception_ptr& error) {
 PyMODINIT_FUNC PyInit__fxwrap_binding() {
   PyObject* errors = PyImport_ImportModule("fxwrap.errors");
   if (errors == nullptr) return nullptr;
-  input_error = PyObject_GetAttrString(errors, "InputError");
+  error_classes = PyObject_GetAttrString(errors, "__dict__");
   Py_DECREF(errors);
+  input_error = error_classes == nullptr ? nullptr : PyDict_GetItemString(error_classes, "InputError");
   PyObject* torch_module = input_error == nullptr ? nullptr : PyImport_ImportModule("torch");
   if (torch_module == nullptr) return nullptr;
   script_object_class = PyObject_GetAttrString(torch_module, "ScriptObject");

@@ -48,7 +48,7 @@
 namespace fxwrap {
 
 // Incremented by each change here that breaks previously compiled libraries.
-constexpr int64_t abi_version = 8;
+constexpr int64_t abi_version = 9;
 
 // Places in a Frame. Declared by the program: constexpr Slot x{0}, y{1};
 enum Slot : int32_t {};
@@ -314,8 +314,10 @@ struct Functions {
   void (*enter_range)(Frame& f, const char* name);
   void (*exit_range)(Frame& f);
 
-  // Checks. The first three raise fxwrap.errors.InputError (twins of fxwrap/runtime/checks.py).
-  void (*check_layout)(Frame& f, Slot slot, const char* name, Ints sizes, Ints strides, DType dtype, Device& device);
+  // Checks. The first three raise fxwrap.errors.InputError (twins of fxwrap/runtime/checks.py). With an operator that is
+  // not "", `check_layout` checks a result of its call, and raises ResultError.
+  void (*check_layout)(Frame& f, Slot slot, const char* name, Ints sizes, Ints strides, DType dtype, Device& device,
+                       const char* operator_name);
   void (*check_rank)(Frame& f, Slot slot, const char* name, int64_t rank);
   void (*check_alignment)(Frame& f, Slot slot, const char* name, int64_t alignment);  // of the address, bytes
   // Throws the named error; `shown`, if it is not null, is the number that violates the condition.
@@ -382,8 +384,9 @@ inline void exit_device(Frame& f) { f.functions->exit_device(f); }
 inline void enter_range(Frame& f, const char* name) { f.functions->enter_range(f, name); }
 inline void exit_range(Frame& f) { f.functions->exit_range(f); }
 
-inline void check_layout(Frame& f, Slot slot, const char* name, Ints sizes, Ints strides, DType dtype, Device& device) {
-  f.functions->check_layout(f, slot, name, sizes, strides, dtype, device);
+inline void check_layout(Frame& f, Slot slot, const char* name, Ints sizes, Ints strides, DType dtype, Device& device,
+                         const char* operator_name = "") {
+  f.functions->check_layout(f, slot, name, sizes, strides, dtype, device, operator_name);
 }
 inline void check_rank(Frame& f, Slot slot, const char* name, int64_t rank) {
   f.functions->check_rank(f, slot, name, rank);

@@ -33,7 +33,8 @@ c10::Device resolve_device(Device& device) {
 
 namespace bridge {
 
-void check_layout(Frame& f, Slot slot, const char* name, Ints sizes, Ints strides, DType dtype, Device& device) {
+void check_layout(Frame& f, Slot slot, const char* name, Ints sizes, Ints strides, DType dtype, Device& device,
+                  const char* operator_name) {
   const at::Tensor& tensor = tensor_at(f, slot);
   const c10::Device where = resolve_device(device);
   const bool strided = is_strided(tensor);
@@ -46,7 +47,7 @@ void check_layout(Frame& f, Slot slot, const char* name, Ints sizes, Ints stride
   const std::string got = strided            ? describe(tensor)
                           : tensor.defined() ? "a tensor of another layout than torch.strided"
                                              : "None";
-  checks::fail_layout(name, {dtype, sizes.size(), sizes.begin(), strides.begin(), where.str()}, got);
+  checks::fail_layout(name, operator_name, {dtype, sizes.size(), sizes.begin(), strides.begin(), where.str()}, got);
 }
 
 void check_rank(Frame& f, Slot slot, const char* name, int64_t rank) {

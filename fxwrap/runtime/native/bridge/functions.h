@@ -23,7 +23,8 @@ void enter_range(Frame& f, const char* name);
 void exit_range(Frame& f);
 
 // Of checks.cpp.
-void check_layout(Frame& f, Slot slot, const char* name, Ints sizes, Ints strides, DType dtype, Device& device);
+void check_layout(Frame& f, Slot slot, const char* name, Ints sizes, Ints strides, DType dtype, Device& device,
+                  const char* operator_name);
 void check_rank(Frame& f, Slot slot, const char* name, int64_t rank);
 void check_alignment(Frame& f, Slot slot, const char* name, int64_t alignment);
 

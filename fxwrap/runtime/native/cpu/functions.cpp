@@ -126,7 +126,8 @@ void bump_version(Frame&, Slot) {}
 void enter_range(Frame&, const char*) {}
 void exit_range(Frame&) {}
 
-void check_layout(Frame& f, Slot slot, const char* name, Ints sizes, Ints strides, DType dtype, Device& device) {
+void check_layout(Frame& f, Slot slot, const char* name, Ints sizes, Ints strides, DType dtype, Device& device,
+                  const char* operator_name) {
   const Tensor& tensor = tensor_at(f, slot);
   const size_t rank = tensor.sizes.size();
   if (tensor.is_defined() && tensor.dtype == dtype && tensor.memory->device == device.name &&
@@ -135,7 +136,7 @@ void check_layout(Frame& f, Slot slot, const char* name, Ints sizes, Ints stride
     return;
   }
   const std::string got = tensor.is_defined() ? checks::describe(layout_of(tensor)) : "None";
-  checks::fail_layout(name, {dtype, sizes.size(), sizes.begin(), strides.begin(), device.name}, got);
+  checks::fail_layout(name, operator_name, {dtype, sizes.size(), sizes.begin(), strides.begin(), device.name}, got);
 }
 
 void check_rank(Frame& f, Slot slot, const char* name, int64_t rank) {

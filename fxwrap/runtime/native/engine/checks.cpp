@@ -35,8 +35,12 @@ std::string describe(const Layout& layout) {
          " with strides (" + strides + ")";
 }
 
-void fail_layout(const char* name, const Layout& expected, const std::string& got) {
-  fail_input(name, "expected " + describe(expected) + ", got " + got);
+void fail_layout(const char* name, const char* operator_name, const Layout& expected, const std::string& got) {
+  const std::string operator_text = operator_name;
+  if (operator_text.empty()) fail_input(name, "expected " + describe(expected) + ", got " + got);
+  throw Failure("ResultError", "result '" + std::string(name) + "' of " + operator_text +
+                                   ": its fake implementation returns " + describe(expected) + ", the operator " + got +
+                                   ". Correct its fake implementation (torch.library.register_fake), or the operator");
 }
 
 void fail_rank(const char* name, int64_t rank, const std::string& got) {

@@ -33,8 +33,8 @@ inline bool has_strides(Ints expected, const int64_t* sizes, const int64_t* stri
   return true;
 }
 
-// These throw Failure. `got` describes the tensor: "None", or describe(...).
-[[noreturn]] void fail_layout(const char* name, const Layout& expected, const std::string& got);
+// These throw Failure. `got` describes the tensor: "None", or describe(...). `operator_name` is "" for an input.
+[[noreturn]] void fail_layout(const char* name, const char* operator_name, const Layout& expected, const std::string& got);
 [[noreturn]] void fail_rank(const char* name, int64_t rank, const std::string& got);
 [[noreturn]] void fail_assert(const char* message, const char* error, const int64_t* shown);
 void check_alignment(const char* name, const void* address, int64_t alignment);
