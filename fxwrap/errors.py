@@ -7,6 +7,7 @@ information for programs.
 from __future__ import annotations
 
 import difflib
+import pickle
 from dataclasses import dataclass
 
 
@@ -221,6 +222,16 @@ class JitTraceError(FxwrapError):
         super().__init__(
             "torch.jit.trace cannot record a compiled program, whose kernels are no operators of TorchScript. Trace "
             "the model itself, write the program to a file with fxwrap.save, or export it with fxwrap.fx.export"
+        )
+
+
+class PickleError(FxwrapError, pickle.PicklingError):
+    """A program that is pickled or deep-copied: it has machine code and state of this process."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(
+            f"a {kind} cannot be pickled or deep-copied: it has machine code and state of this process. Write it to a "
+            "file with fxwrap.save, read that with fxwrap.load for a copy with its own constants, or compile again"
         )
 
 

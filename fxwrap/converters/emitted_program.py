@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import sympy
 import torch
 
-from fxwrap.errors import JitTraceError
+from fxwrap.errors import JitTraceError, PickleError
 from fxwrap.lines import CheckLayout, Launch
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.triton.compile import KernelUse
@@ -40,7 +40,7 @@ class EmittedProgram:
     `flat` is the same entry with less overhead. `boxed` takes the inputs in a list, which it clears, so that donated
     inputs are freed after their last use. Grad mode and autocast are off, since the captured graph has the casts; a
     call raises InputError for inputs that require gradients, unless grad mode is off, or have tangents, and
-    JitTraceError under torch.jit.trace.
+    JitTraceError under torch.jit.trace. Pickling and `copy.deepcopy` raise PickleError.
     """
 
     def __init__(
@@ -72,6 +72,12 @@ class EmittedProgram:
             return disable_autograd_and_autocast(self.boxed)
         with without_fake_mode():
             return self._flat()
+
+    def __copy__(self) -> EmittedProgram:
+        return self
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise PickleError(type(self).__name__)
 
     def __call__(self, *inputs: object) -> Any:
         if (torch.is_grad_enabled() and any_requires_grad(*inputs)) or has_tangent(inputs):

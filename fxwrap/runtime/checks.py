@@ -52,6 +52,8 @@ def check_tensor_layout(
     """Raises as `check_layout` does, for a tensor of any class."""
     if tensor.layout is not _STRIDED:
         actual = "a tensor of another layout than torch.strided"
+    elif tensor.is_nested:
+        actual = "a nested tensor"
     elif (
         tensor.dtype is dtype
         and tensor.shape == tuple(sizes)
@@ -78,9 +80,11 @@ def check_rank(tensor: object, name: str, rank: int) -> None:
     expected = f"a tensor of {rank} dimension{'s' if rank > 1 else ''}"
     actual = "None" if tensor is None else type(tensor).__name__
     if isinstance(tensor, torch.Tensor) and is_plain_class(type(tensor)):
-        if tensor.dim() == rank:
+        if tensor.dim() == rank and not tensor.is_nested:
             return
-        if tensor.layout is _STRIDED:
+        if tensor.is_nested:
+            actual = "a nested tensor"
+        elif tensor.layout is _STRIDED:
             actual = _describe(tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
     elif tensor is not None:
         expected = "a torch.Tensor"

@@ -7,11 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from fxwrap.errors import InputError, JitTraceError
+from fxwrap.errors import InputError, JitTraceError, PickleError
 from fxwrap.signature.convention import CallingConvention
 from fxwrap.signature.leaves import ProgramInput, ProgramOutput, program_inputs, program_outputs, signature_text
 from fxwrap.torch_compat import (
@@ -56,6 +56,7 @@ class StructuredProgram(ABC):
 
     A call raises InputError for arguments that do not fit, and for inputs that require gradients, unless grad mode is
     off, or have tangents: the results would silently have none. It raises JitTraceError under torch.jit.trace.
+    `copy.copy` returns the program itself; pickling and `copy.deepcopy` raise PickleError.
     """
 
     @property
@@ -72,6 +73,12 @@ class StructuredProgram(ABC):
     @abstractmethod
     def flat(self) -> Callable[..., Any]:
         """The flat entry, which takes the flat inputs and returns the tuple of flat outputs."""
+
+    def __copy__(self) -> StructuredProgram:
+        return self
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise PickleError(type(self).__name__)
 
     def __call__(self, /, *arguments: object, **keywords: object) -> Any:
         entry = self._entry

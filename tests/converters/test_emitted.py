@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from typing import Any
 
@@ -16,7 +18,7 @@ from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.converters.fx.converter import FxConverter
 from fxwrap.converters.interpreter import Interpreter
 from fxwrap.converters.python import PythonConverter
-from fxwrap.errors import InputError
+from fxwrap.errors import GraphModuleError, InputError, PickleError
 from fxwrap.lines import CORE_LINES
 from fxwrap.torch_compat import FakeTensorMode
 
@@ -42,6 +44,20 @@ def test_objects_built_under_fake_mode_hold_real_tensors() -> None:
 def test_every_converter_has_a_method_for_each_core_line(converter: type[Converter]) -> None:
     assert set(METHODS) == set(CORE_LINES)
     assert [name for name in METHODS.values() if not callable(getattr(converter, name, None))] == []
+
+
+@pytest.mark.parametrize("emitter", ["cpp", "fx", "python"])
+def test_programs_cannot_be_pickled_or_deep_copied(emitter: str) -> None:
+    """The errors were of a lock, of a lambda, or of the memory of a fake tensor."""
+    model = torch.nn.Linear(3, 2).requires_grad_(False)
+    exported = torch.export.export(model, (x := torch.rand(4, 3),))
+    compiled = fxwrap.compile_graph(exported, options=fxwrap.Options(emitter=emitter))
+    torch.testing.assert_close(copy.copy(compiled)(x), model(x))
+    for action in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(PickleError, match=r"a Compiled cannot be .* fxwrap\.save, read that with fxwrap\.load"):
+            action(compiled)
+        with pytest.raises((PickleError, GraphModuleError), match="cannot be pickled"):
+            action(fxwrap.to_python(compiled.program))
 
 
 @pytest.mark.parametrize("emit", [fxwrap.to_python, fxwrap.to_cpp, fxwrap.to_fx])

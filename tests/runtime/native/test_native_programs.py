@@ -264,6 +264,7 @@ CHECKED = (
     torch.zeros(1, 8).as_strided((1, 8), (99, 1)),
     torch.zeros(0, 8).as_strided((0, 8), (5, 7)),
     torch.zeros(4, 8).to_sparse(),
+    torch._nested_tensor_from_tensor_list([torch.zeros(8)] * 4),
     torch.zeros(4, 8, device="meta"),
     torch.tensor(1.0),
     None,

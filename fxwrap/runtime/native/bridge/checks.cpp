@@ -13,7 +13,15 @@ std::string describe(const at::Tensor& tensor) {
                            tensor.strides().data(), tensor.device().str()});
 }
 
-bool is_strided(const at::Tensor& tensor) { return tensor.defined() && tensor.layout() == at::kStrided; }
+bool is_strided(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_nested();
+}
+
+// Describes a tensor of a rejected class of layouts, or none.
+std::string describe_other(const at::Tensor& tensor) {
+  if (!tensor.defined()) return "None";
+  return tensor.is_nested() ? "a nested tensor" : "a tensor of another layout than torch.strided";
+}
 
 bool same_device(const c10::Device& expected, const c10::Device& actual) {
   return expected.type() == actual.type() && (!expected.has_index() || expected.index() == actual.index());
@@ -44,18 +52,16 @@ void check_layout(Frame& f, Slot slot, const char* name, Ints sizes, Ints stride
        checks::has_strides(strides, tensor.sizes().data(), tensor.strides().data(), size_t(tensor.dim())))) {
     return;
   }
-  const std::string got = strided            ? describe(tensor)
-                          : tensor.defined() ? "a tensor of another layout than torch.strided"
-                                             : "None";
+  const std::string got = strided ? describe(tensor) : describe_other(tensor);
   checks::fail_layout(name, operator_name, {dtype, sizes.size(), sizes.begin(), strides.begin(), where.str()}, got);
 }
 
 void check_rank(Frame& f, Slot slot, const char* name, int64_t rank) {
   const at::Tensor& tensor = tensor_at(f, slot);
-  if (tensor.defined() && tensor.dim() == rank) return;
-  const std::string got = is_strided(tensor)   ? describe(tensor)
-                          : tensor.defined() ? "Tensor"
-                                             : "None";
+  if (tensor.defined() && tensor.dim() == rank && !tensor.is_nested()) return;
+  const std::string got = is_strided(tensor)                           ? describe(tensor)
+                          : tensor.defined() && !tensor.is_nested() ? "Tensor"
+                                                                       : describe_other(tensor);
   checks::fail_rank(name, rank, got);
 }
 
