@@ -9,6 +9,7 @@ from typing import Any, NoReturn, cast
 
 import sympy
 import torch
+from typing_extensions import Self
 
 from fxwrap.errors import JitTraceError, PickleError
 from fxwrap.lines import CheckLayout, Launch
@@ -73,7 +74,7 @@ class EmittedProgram:
         with without_fake_mode():
             return self._flat()
 
-    def __copy__(self) -> EmittedProgram:
+    def __copy__(self) -> Self:
         return self
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
+from typing_extensions import Self
 
 from fxwrap.errors import InputError, JitTraceError, PickleError
 from fxwrap.signature.convention import CallingConvention
@@ -74,7 +75,7 @@ class StructuredProgram(ABC):
     def flat(self) -> Callable[..., Any]:
         """The flat entry, which takes the flat inputs and returns the tuple of flat outputs."""
 
-    def __copy__(self) -> StructuredProgram:
+    def __copy__(self) -> Self:
         return self
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
