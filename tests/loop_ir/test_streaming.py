@@ -182,7 +182,7 @@ def _position(body: KernelBuilder, row: IndexLike = 0) -> Scalar:
         (lambda body, row, key: (body.index(key) < 7) & body.index(key).apply("ne", _position(body)), 1),
         (lambda body, row, key: (body.index(key) <= body.index(row)) | (_position(body, row) > 5), 1),
         (lambda body, row, key: (_position(body) > 5) | ~(body.index(row) - body.index(key) >= 4), 1),
-        (lambda body, row, key: (body.index(key) < 7) | (body.index(key) < _position(body)), 0),
+        (lambda body, row, key: (body.index(key) < 7) | (body.index(key) < _position(body)), 1),
         (lambda body, row, key: body.index(key) * 2 < _position(body), 0),
         (lambda body, row, key: body.index(key).to(torch.int32).to(torch.float32) < 3.5, 0),
     ],
