@@ -215,23 +215,25 @@ class _BoundFinder:
         return inside.isdisjoint(kernel.value_axes[limit]) and not has_reduction
 
     def _limit(self, left: int, right: int, axis: Axis, is_next: bool) -> int | None:
-        """Returns the number that an axis has where two operations are equal, or the next one.
+        """Returns the least number of an axis with which an operation is at least another one, or greater (`is_next`).
 
-        None where the first operation less the second one does not grow with the axis, one by one.
+        None where the first operation less the second one does not grow with the axis by a constant.
         """
         index = self.kernel.operations[left]
         is_axis = isinstance(index, IndexValue) and index.index.single_axis == axis
         if is_axis and not is_next and axis not in self.kernel.value_axes[right]:
             return right
         one, other = self._linear(left, axis), self._linear(right, axis)
-        if one is None or other is None or one.coefficient - other.coefficient != 1:
+        if one is None or other is None or one.coefficient <= other.coefficient:
             return None
-        value = other.plus(one, -1)
-        total = self._add(IndexValue(value.index + (1 if is_next else 0)))
+        value, step = other.plus(one, -1), one.coefficient - other.coefficient
+        total = self._add(IndexValue(value.index + (step if is_next else step - 1)))
         for factor, position in value.terms:
             term = self._term(position)
             for _ in range(abs(factor)):
                 total = self._add(Compute("add" if factor > 0 else "sub", (total, term), torch.int64))
+        if step > 1:
+            total = self._add(Compute("floor_divide", (total, self._add(Constant(step, torch.int64))), torch.int64))
         return total
 
     def _term(self, position: int) -> int:

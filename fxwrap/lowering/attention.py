@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from fxwrap.devices import DeviceSpec
 from fxwrap.loop_ir import Axis, Buffer, Index, IndexLike, Kernel, Scalar, as_index, canonicalize_axes, rename_axes
-from fxwrap.lowering.attention_scores import AttentionCall, Positions, ScoreBuilder, store_element
+from fxwrap.lowering.attention_scores import AttentionCall, Positions, ScoreBuilder, Split, store_element
 from fxwrap.lowering.builder import Builder, LoweringRequest
 from fxwrap.lowering.launches import emit_whole_kernel
 from fxwrap.lowering.scalar_graphs import ScalarKernelBuilder
@@ -40,7 +40,7 @@ def emit_attention(builder: Builder, request: LoweringRequest, node: Node) -> No
     spec = request.options.device_specs()[call.query.tensor_type.device.type]
     splits = _split_count(call, spec, hint)
     elements = ScalarKernelBuilder(builder, request.options)
-    attention = _AttentionBuilder(elements, call, splits)
+    attention = _AttentionBuilder(elements, call, splits, spec.massively_parallel)
     if splits == 1:
         kernel, inputs = attention.build(outputs, hint)
         emit_whole_kernel(builder, request, node, "flex_attention", kernel, inputs, written)
@@ -140,9 +140,9 @@ def _results(
 
 
 class _AttentionBuilder(ScoreBuilder):
-    def __init__(self, elements: ScalarKernelBuilder, call: AttentionCall, splits: int) -> None:
+    def __init__(self, elements: ScalarKernelBuilder, call: AttentionCall, splits: int, interleaved: bool) -> None:
         super().__init__(elements, call)
-        self.split = None if splits == 1 else Axis("split", splits)
+        self.split = None if splits == 1 else Split(Axis("split", splits), interleaved)
         self.columns = Axis("column", call.value.tensor_type.sizes[3])
 
     def _merges_group(self, group: Axis, hint: Callable[[Size], int]) -> bool:
@@ -164,7 +164,8 @@ class _AttentionBuilder(ScoreBuilder):
         rows, query = self.rows(blocks, self.query_count)
         if self.group is not None and self._merges_group(self.group, hint):
             rows, query = self._rows_of_group(self.group)
-        parts = [item for item in (self.batch, self.key_head, self.split, self.group) if item is not None]
+        split = () if self.split is None else (self.split.axis,)
+        parts = [item for item in (self.batch, self.key_head, *split, self.group) if item is not None]
         keys, key, is_full = self.streamed(blocks, self.key_count, self.split)
         factors = self.load_query(call.query, query, self.width), self.load_key(call.key, key, self.width)
         score = self.score(query, key, key, is_full, factors)
@@ -181,7 +182,6 @@ class _AttentionBuilder(ScoreBuilder):
             row = (self.batch_index, self.head_index, query.index)
             with self.unmasked(query):
                 results = _results(self.elements, call, row, (weighted, total, largest, shift))
-        split = () if self.split is None else (self.split,)
         indices: tuple[IndexLike, ...] = (self.batch_index, self.head_index, query.index, *split, self.columns)
         buffers: list[Buffer] = []
         for result, output in zip(results, outputs, strict=True):

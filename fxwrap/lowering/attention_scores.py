@@ -167,48 +167,50 @@ class ScoreBuilder:
         return [block, row], Positions(index, self.body.index(index) < self.body.index(as_index(count)))
 
     def streamed(
-        self, blocks: BlockLists, count: Size, split: Axis | None = None
+        self, blocks: BlockLists, count: Size, split: Split | None = None
     ) -> tuple[list[Axis], Positions, Scalar | None]:
         """Returns the streamed axes of a sequence, the positions, and whether the block is full; None if none is.
 
-        `split` is the axis of the parts that the streamed positions are split into.
+        `split` is that of the streamed positions into parts.
         """
         if blocks.is_trivial:
-            axis, start = _part("key", count, split)
-            is_whole = product((axis.size, 1 if split is None else split.size)) == count
-            inside = None if is_whole else self._less(axis, start, self.body.index(as_index(count)))
-            return [axis], Positions(start + axis, inside), None
+            part = _Part.of("key", count, split)
+            is_whole = product((part.axis.size, 1 if split is None else split.axis.size)) == count
+            inside = None if is_whole else self._less(part, self.body.index(as_index(count)))
+            return [part.axis], Positions(part.index, inside), None
         size = minimum(blocks.streamed, count)
         all_blocks = ceiling_divide(count, size)
         width = blocks.indices.tensor_type.sizes[-1]
         full_width = 0 if blocks.full_indices is None else blocks.full_indices.tensor_type.sizes[-1]
-        (visit, start), element = _part("visit", total_size((width, full_width)), split), Axis("key", size)
-        position = self.body.index(start + visit)
+        visit, element = _Part.of("visit", total_size((width, full_width)), split), Axis("key", size)
+        position = self.body.index(visit.index)
         partial = self._list_element(blocks.counts, None)
         total, is_full = partial, None
-        with self.body.masked(self._less(visit, start, partial)):
-            block = self._list_element(blocks.indices, start + visit)
+        with self.body.masked(self._less(visit, partial)):
+            block = self._list_element(blocks.indices, visit.index)
         if blocks.full_indices is not None and blocks.full_counts is not None:
             total = partial + self._list_element(blocks.full_counts, None)
-            is_full = self.body.index(as_index(visit)) >= self._relative(partial, start)
-            with self.body.masked(is_full & self._less(visit, start, total)):
+            is_full = self.body.index(as_index(visit.axis)) >= self._relative(visit, partial)
+            with self.body.masked(is_full & self._less(visit, total)):
                 at = self.body.indirect_index((position - partial).apply("maximum", 0), full_width)
                 block = is_full.where(self._list_element(blocks.full_indices, at), block)
-        visited = self._less(visit, start, total)
+        visited = self._less(visit, total)
         last = self.body.index(as_index(all_blocks) - 1)  # lists of wrong blocks read no other memory
         block = block.apply("maximum", 0).apply("minimum", last)
         index = self.body.indirect_index(block, all_blocks) * size + element
         is_whole = product((all_blocks, size)) == count
         visible = all_of(visited, True if is_whole else index_less(self.elements.reader, index, count))
         assert isinstance(visible, Scalar)
-        return [visit, element], Positions(index, visible), is_full
+        return [visit.axis, element], Positions(index, visible), is_full
 
-    def _less(self, axis: Axis, start: Index, limit: Scalar) -> Scalar:
-        """Returns whether a position of a part is less than a limit, as a bound of the axis."""
-        return self.body.index(as_index(axis)) < self._relative(limit, start)
+    def _less(self, part: _Part, limit: Scalar) -> Scalar:
+        """Returns whether a position of a part is less than a limit, as a bound of its axis."""
+        return self.body.index(as_index(part.axis)) < self._relative(part, limit)
 
-    def _relative(self, limit: Scalar, start: Index) -> Scalar:
-        return limit if start.constant == 0 else limit - self.body.index(start)
+    def _relative(self, part: _Part, limit: Scalar) -> Scalar:
+        """Returns the number of positions of a part that are less than a limit, if not negative."""
+        first = limit if part.start.constant == 0 else limit - self.body.index(part.start)
+        return first if part.step == 1 else (first + (part.step - 1)).apply("floor_divide", part.step)
 
     def _list_element(self, value: Value, at: Index | None) -> Scalar:
         """Returns an element of the lists of blocks, int64."""
@@ -295,9 +297,37 @@ def store_element(
     return Buffer(name, type_.dtype, extent_of(type_))
 
 
-def _part(name: str, size: Size, split: Axis | None) -> tuple[Axis, Index]:
-    """Returns the axis of a part of a streamed axis, and the index at which the part starts."""
-    if split is None:
-        return Axis(name, size), as_index(0)
-    length = ceiling_divide(size, split.size)
-    return Axis(name, length), as_index(split) * length
+@dataclass(frozen=True)
+class Split:
+    """The split of streamed positions into parts, of which `axis` is the parallel axis.
+
+    Parts are ranges, or with `interleaved`, every position of a part is that many after the one before: so all have as
+    many positions below a limit.
+    """
+
+    axis: Axis
+    interleaved: bool
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The positions of a part of a streamed axis: `start` plus multiples of `step`."""
+
+    axis: Axis
+    start: Index
+    step: int
+
+    @classmethod
+    def of(cls, name: str, size: Size, split: Split | None) -> _Part:
+        if split is None:
+            return cls(Axis(name, size), as_index(0), 1)
+        count = split.axis.size
+        axis, start = Axis(name, ceiling_divide(size, count)), as_index(split.axis)
+        if split.interleaved and isinstance(count, int):
+            return cls(axis, start, count)
+        return cls(axis, start * axis.size, 1)
+
+    @property
+    def index(self) -> Index:
+        """The position of an element of the axis."""
+        return self.start + as_index(self.axis) * self.step

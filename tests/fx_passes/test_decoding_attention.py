@@ -171,6 +171,26 @@ def test_interpreted_triton() -> None:
     assert_emitters_agree(run, (query, key, value, bias), options=options, emitters=["python"])
 
 
+@pytest.mark.parametrize("position", [0, 6, 7, 200, 511])
+def test_parts_read_as_many_keys_up_to_a_position(position: int) -> None:
+    """Each part has every eighth key. Those beyond the position are not read: they are NaN."""
+    torch.manual_seed(position)
+    query, key, value = _operands(3, 512, batch=1)
+    key[:, :, position + 1 :], value[:, :, position + 1 :] = torch.nan, torch.nan
+
+    def run(query: Tensor, key: Tensor, value: Tensor, position: Tensor) -> Tensor:
+        return attend(query, key, value, attn_mask=(torch.arange(key.shape[2]) <= position).expand(3, -1))
+
+    inputs = (query, key, value, torch.tensor([position]))
+    with torch.no_grad():
+        graph, options = make_fx(run)(*inputs), dataclasses.replace(PARALLEL, cpu_kernels="triton")
+    compiled = fxwrap.compile_graph(graph, inputs, options=options)
+    launch = next(line for line in compiled.program.body.lines if isinstance(line, Launch))
+    assert launch.outs[0].tensor_type.sizes[3] == 8
+    (result,) = compiled(*inputs)
+    torch.testing.assert_close(result, attend(query, key[:, :, : position + 1], value[:, :, : position + 1]))
+
+
 def _targets(function: Callable[..., object], inputs: tuple[Tensor, ...], options: Options) -> set[str]:
     """Returns the names of the operators that a function's graph has after the passes."""
     with torch.no_grad():

@@ -58,6 +58,7 @@ class StreamingTritonPrinter(StreamingResultPrinter):
         self.row_blocks = row_blocks(kernel, self.parts)
         self.lefts: dict[int, str] = {}
         self.branch: _Branch | None = None
+        self.ends: list[str] = []
 
     # --- the whole --------------------------------------------------------------------------------------------------
 
@@ -150,6 +151,10 @@ class StreamingTritonPrinter(StreamingResultPrinter):
 
     def _block(self, scope: Scope, axis: Axis, dimension: int, start: str = "") -> None:
         self.block(scope, axis, self.block_names[axis], dimension, start)
+        if axis == self.inner and self.ends:
+            name = scope.names[axis]
+            self.line(f"{name}_inside = {' & '.join([f'({name} < {end})' for end in self.ends])}")
+            scope.masks[axis] = f"{name}_inside"
 
     # --- loops ------------------------------------------------------------------------------------------------------
 
@@ -213,6 +218,7 @@ class StreamingTritonPrinter(StreamingResultPrinter):
         kernel, self.kernel = self.kernel, assume(self.kernel, conditions)
         some, scope = self.kernel, rows.inner()
         every, blocks = self.blocks(scope)
+        self.ends = [] if self.configuration.splits else self._exact_ends()
         full, limits = {bound.condition: bound.holds for bound in self.limits}, self.limits
         if full and self.configuration.branches and self.parts.softmax is not None and len(self.streamed) == 1:
             self.branch = _Branch(self.partial_blocks(scope), full, {})
@@ -229,6 +235,17 @@ class StreamingTritonPrinter(StreamingResultPrinter):
             self._block_loop(start, end, self.far_blocks(every, blocks, scope), scope.inner(), rows)
         self.kernel = kernel
         self.origin = ""
+
+    def _exact_ends(self) -> list[str]:
+        """Returns the upper limits that all rows share, which then hold: loads beyond them are masked, not elements.
+
+        Steps of few rows wait for their loads.
+        """
+        exact = [item for item in self.limits if item in self.parts.bounds and self.parts.is_exact(item)]
+        ends = {item.condition: item for item in exact if not item.is_lower}
+        if ends:
+            self.kernel = assume(self.kernel, {condition: item.holds for condition, item in ends.items()})
+        return list(dict.fromkeys([self.limits.pop(item) for item in ends.values()]))
 
     def _targets(self) -> list[int]:
         """Returns the values that a step computes."""
