@@ -13,6 +13,7 @@ from fxwrap.converters.from_fx.regions import update_region
 from fxwrap.converters.fx import placeholder_fakes, to_fx
 from fxwrap.converters.fx.codegen import direct_code
 from fxwrap.converters.fx.region_tools import RegionCall, copy_region, inline_regions, regions
+from fxwrap.errors import ArgumentError
 from fxwrap.options import Options
 from fxwrap.passes.profile_ranges import remove_profile_ranges
 from fxwrap.torch_compat import graph_codegen
@@ -42,6 +43,8 @@ def export(compiled: Compiled) -> ExportedProgram:
     Raises ExportError for a program that torch.export cannot represent, and UnsupportedError for a line without a
     functional form.
     """
+    remedy = "Pass what fxwrap.compile_graph returns; torch.export.export takes an emitted graph module"
+    ArgumentError.check("fxwrap.fx.export", "compiled", compiled, (Compiled,), remedy)
     program, signature = remove_profile_ranges(compiled.program), compiled.signature
     if signature is None:
         signature = signature_of_program(program, compiled.fake_inputs)

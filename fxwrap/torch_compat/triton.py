@@ -12,7 +12,9 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
+from weakref import WeakValueDictionary
 
+import torch
 from torch._higher_order_ops.triton_kernel_wrap import (
     kernel_side_table,
     triton_kernel_wrapper_functional,
@@ -32,6 +34,50 @@ triton_launch_functional: HigherOrderOperator = triton_kernel_wrapper_functional
 """The functionalised launch: it mutates copies of the mutated tensors and returns them."""
 
 
+_own_kernels: WeakValueDictionary[int, object] = WeakValueDictionary()
+_own_constants: dict[int, dict[str, object]] = {}
+_get_kernel, _get_constants = kernel_side_table.get_kernel, kernel_side_table.get_constant_args
+
+
+def _kernel_at(index: int) -> Any:
+    kernel = _own_kernels.get(index)
+    return _get_kernel(index) if kernel is None else kernel
+
+
+def _constants_at(index: int) -> Any:
+    constants = _own_constants.get(index)
+    return _get_constants(index) if constants is None else constants
+
+
+# Why: `torch.compiler.reset()`, which strict export calls too, empties the table; graphs with its indices stay in use.
+kernel_side_table.get_kernel = _kernel_at  # type: ignore[method-assign]
+kernel_side_table.get_constant_args = _constants_at  # type: ignore[method-assign]
+
+
+def _launch(**arguments: Any) -> None:
+    triton_launch(**arguments)
+
+
+def _launch_functional(**arguments: Any) -> tuple[torch.Tensor, ...]:
+    results = triton_launch_functional(**arguments)
+    return tuple([results[name] for name in arguments["tensors_to_clone"]])
+
+
+def _launch_functional_by_name(**arguments: Any) -> dict[str, torch.Tensor]:
+    return dict(zip(arguments["tensors_to_clone"], _launch_functional(**arguments)))
+
+
+def traceable_triton_launches() -> dict[str, Callable[..., Any]]:
+    """Returns functions that call torch's operators for Triton kernels, by the ends of the names of these operators.
+
+    Dynamo does not trace these operators. It puts calls of the functions into its graphs if it was imported before,
+    which each compile does.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.allow_in_graph([_launch, _launch_functional])  # Dynamo rejects a function that returns a dict
+    return {"mutation": _launch, "functional": _launch_functional_by_name}
+
+
 def triton_kernel_index(kernel: object) -> int:
     """Returns the index of a Triton kernel object in torch's table, adding a new one.
 
@@ -45,6 +91,7 @@ def triton_kernel_index(kernel: object) -> int:
     with kernel_side_table.lock:
         kernel_side_table.id_to_kernel.setdefault(index, kernel)
         kernel_side_table.kernel_to_id.setdefault(kernel, index)
+        _own_kernels[index] = kernel
     return index
 
 
@@ -56,7 +103,7 @@ def triton_kernel_at(index: int) -> Any:
 def triton_constants_index(constants: tuple[tuple[str, int | float | bool | str], ...]) -> int:
     """Returns the index of constant arguments in torch's table, which follows from them, adding new ones."""
     index = _content_index(repr(constants))
-    kernel_side_table.constant_args.setdefault(index, dict(constants))
+    kernel_side_table.constant_args.setdefault(index, _own_constants.setdefault(index, dict(constants)))
     return index
 
 
@@ -68,7 +115,7 @@ def add_triton_constants(constants: Mapping[str, object], kernel_hash: str | Non
     if kernel_hash is None:
         return kernel_side_table.add_constant_args(dict(constants))
     index = _content_index("constants", kernel_hash)
-    kernel_side_table.constant_args.setdefault(index, dict(constants))
+    kernel_side_table.constant_args.setdefault(index, _own_constants.setdefault(index, dict(constants)))
     return index
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from torch.fx import Node
 from torch.fx.graph import CodeGen, PythonCode
 
+from fxwrap import torch_compat
 from fxwrap.caching import bounded_cache
 from fxwrap.converters.fx.direct import DIRECT_FORMS
 from fxwrap.converters.fx.direct_writer import DirectWriter
@@ -22,6 +23,7 @@ from fxwrap.runtime.unusual_inputs import InputCheck, support_unusual_inputs
 from fxwrap.torch_compat import GraphCodeGen
 
 _COUNTER = "# COUNTER: "
+_TRITON_LAUNCH = "torch.ops.higher_order.triton_kernel_wrapper_"
 _INDENT = "    "
 
 BodyTransform = Callable[[list[str]], list[str]]
@@ -55,7 +57,7 @@ class DirectCode(GraphCodeGen):
 
         writer = DirectWriter(nodes, fresh, parameters, DIRECT_FORMS)
         fallback_body: list[str] = []
-        check, fallback = fresh("can_bypass_dispatcher"), fresh("by_operators")
+        check, fallback, launch = [fresh(name) for name in ("can_bypass_dispatcher", "by_operators", "launch_triton")]
 
         def transform(body: list[str]) -> list[str]:
             fallback_body.extend(users(list(body)))
@@ -75,7 +77,12 @@ class DirectCode(GraphCodeGen):
         finally:
             self.guard = ""
         namespace = dict(code.globals)
-        exec(compile(_function(head, fallback_body), f"<{fallback}>", "exec"), namespace)  # torch.fx's own text
+        text = _function(head, fallback_body)
+        if _TRITON_LAUNCH in text:
+            launches = torch_compat.traceable_triton_launches()
+            namespace |= {f"{launch}_{name}": function for name, function in launches.items()}
+            text = text.replace(_TRITON_LAUNCH, f"{launch}_")
+        exec(compile(text, f"<{fallback}>", "exec"), namespace)  # torch.fx's own text
         run_fallback = support_unusual_inputs(namespace[fallback], boxed=self.boxed, check=self.check)
         code.globals.update({**writer.globals, check: can_bypass_dispatcher, fallback: run_fallback})
         return code
