@@ -50,8 +50,8 @@ def _constants_at(index: int) -> Any:
 
 
 # Why: `torch.compiler.reset()`, which strict export calls too, empties the table; graphs with its indices stay in use.
-kernel_side_table.get_kernel = _kernel_at  # type: ignore[method-assign]
-kernel_side_table.get_constant_args = _constants_at  # type: ignore[method-assign]
+kernel_side_table.get_kernel = _kernel_at  # type: ignore[assignment, method-assign]
+kernel_side_table.get_constant_args = _constants_at  # type: ignore[assignment, method-assign]
 
 
 def _launch(**arguments: Any) -> None:
@@ -74,7 +74,8 @@ def traceable_triton_launches() -> dict[str, Callable[..., Any]]:
     which each compile does.
     """
     if "torch._dynamo" in sys.modules:
-        torch.compiler.allow_in_graph([_launch, _launch_functional])  # Dynamo rejects a function that returns a dict
+        allow_in_graph: Any = torch.compiler.allow_in_graph
+        allow_in_graph([_launch, _launch_functional])  # Dynamo rejects a function that returns a dict
     return {"mutation": _launch, "functional": _launch_functional_by_name}
 
 
