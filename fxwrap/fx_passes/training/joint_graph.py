@@ -28,9 +28,11 @@ from fxwrap.fx_passes.source import inline_subgraph_calls
 from fxwrap.fx_passes.training.compared_maxima import save_compared_elements
 from fxwrap.fx_passes.training.joint_backward import operators_of_options
 from fxwrap.fx_passes.training.joint_graph_builder import JointGraphBuilder
+from fxwrap.fx_passes.training.known_indices import compute_known_indices
 from fxwrap.fx_passes.training.pooling_offsets import save_window_offsets
 from fxwrap.fx_passes.training.recomputed_dropout import recompute_dropout
 from fxwrap.fx_passes.training.recomputed_norms import recompute_norms
+from fxwrap.fx_passes.training.separable_sums import separate_sums
 from fxwrap.loop_ir import HALF_PRECISION
 from fxwrap.options import Options, Step, enabled_steps
 from fxwrap.torch_compat import FakeTensor, min_cut_partitioner, storage_identity, without_fake_mode
@@ -390,5 +392,9 @@ JOINT_GRAPH_PASSES: tuple[Step[GraphModule, Options], ...] = (
          eliminate_common_subexpressions),
     Step("save_compared_elements", "save elements that the backward compares with their maximum",
          lambda joint, _options: save_compared_elements(joint)),
+    Step("separate_sums", "add values at indices along several dimensions one dimension after the other",
+         separate_sums, "fuse", lambda options: options.fuse),
+    Step("compute_known_indices", "compute indices again, if they depend on no input, where values are added at them",
+         lambda joint, _options: compute_known_indices(joint)),
 )  # fmt: skip
 """The passes over the joint graph of training, before torch's partitioner. They do not run with `partitioner`."""

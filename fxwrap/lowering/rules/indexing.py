@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -37,6 +39,14 @@ from fxwrap.lowering.rules.indexing_common import (
     canonicalize_dim,
     checked_indirect_index,
     replace_index,
+)
+from fxwrap.lowering.rules.known_indices import (
+    KnownIndex,
+    gathers_fewer,
+    known_index,
+    repeated_operands,
+    sum_at_known_indices,
+    varying_dims,
 )
 from fxwrap.lowering.rules.registry import (
     Declined,
@@ -389,6 +399,8 @@ def _index_put(
     call: OperatorCall, x: Definition, indices: Sequence[Definition | None], values: Definition, accumulate: bool
 ) -> LoweringResult:
     indexing = analyze_indexing(x.sizes, indices)
+    if accumulate and (known := _known_indices(call, indexing)):
+        return _gathered_sums(call, x, indexing, known, values)
 
     def write(reader: ElementReader, at: Indices) -> tuple[Sequence[IndexLike], Scalar]:
         target = indexing.operand_indices(reader, at, writes=True)
@@ -396,6 +408,52 @@ def _index_put(
 
     of_rows = len(indices) < len(x.sizes) and all(item is not None for item in indices)
     return lower_scatter(call, x, indexing.result_sizes, "add" if accumulate else "set", write, of_rows=of_rows)
+
+
+def _known_indices(call: OperatorCall, indexing: AdvancedIndexing) -> dict[int, KnownIndex]:
+    """Returns the index tensors by dimension, if each is known and along a dimension of its own; else none."""
+    dims = [varying_dims(item.sizes, len(indexing.index_shape)) for item in indexing.tensors.values()]
+    own = [dim for dim, size in enumerate(indexing.index_shape) if size != 1]
+    if sorted(itertools.chain(*dims)) != own or any(len(item) != 1 for item in dims):
+        return {}
+    known: dict[int, KnownIndex] = {}
+    for dim, tensor in indexing.tensors.items():
+        index = known_index(tensor, indexing.sizes[dim])
+        if index is None:
+            return {}
+        known[dim] = index
+    read = math.prod([index.width for index in known.values()])
+    targets = product([indexing.sizes[dim] for dim in known])
+    return known if gathers_fewer(read, targets, product(indexing.index_shape)) else {}
+
+
+def _gathered_sums(
+    call: OperatorCall, x: Definition, indexing: AdvancedIndexing, known: Mapping[int, KnownIndex], values: Definition
+) -> LoweringResult:
+    """Adds to each element of `x` the values whose indices it has: at most a few, next to each other.
+
+    Weights of these values, which are the same for many, are loaded: each element reads several.
+    """
+    rank = len(indexing.index_shape)
+    for operand in repeated_operands(values):
+        call.in_memory.add(operand)
+    place = {dim: varying_dims(item.sizes, rank)[0] for dim, item in indexing.tensors.items()}
+
+    def body(reader: ElementReader, indices: Indices) -> Scalar:
+        others = [index for dim, index in enumerate(indices) if dim not in known]
+
+        def load(positions: Mapping[int, Index]) -> Scalar:
+            inner: list[IndexLike] = [0] * rank
+            for dim, position in positions.items():
+                inner[place[dim]] = position
+            start = indexing.index_dim_start
+            return reader.load(values, broadcast_indices(values.sizes, [*others[:start], *inner, *others[start:]]))
+
+        total = sum_at_known_indices(reader, known, indices, load, values.dtype)
+        first = reader.load(x, indices)
+        return total if first.constant == 0 else first + total
+
+    return call.define(body)
 
 
 @lowering_rule("aten.put.default", equal=("self", "source"), index_argument=1, index_dtypes=(torch.int64,))
