@@ -32,7 +32,7 @@ from fxwrap.loop_ir import (
     linearize_index,
     replace_operations,
 )
-from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, Pointwise
+from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, Pointwise, Stored
 from fxwrap.lowering.fusion.tracing import BodyBuilder, Tracer
 from fxwrap.lowering.rules.indexing_common import Condition, all_of, index_in_range, masked_sum
 from fxwrap.symbolic import Size, product
@@ -41,7 +41,7 @@ MAX_TERMS = 27
 """The most positions, in all dimensions, whose values an element may have."""
 
 _MAX_POSITIONS = 1 << 16
-_MIN_REPEATS = 16
+_MIN_REPEATS, _CHEAP = 16, 2
 _MAX_TERMS_PER_VALUE = 9
 """More reads than this for each value that is added take longer than atomic additions."""
 
@@ -125,12 +125,15 @@ def gathers_fewer(read: int, targets: Size, values: Size) -> bool:
 
 
 def repeated_operands(values: Definition) -> Iterator[Definition]:
-    """Yields the pointwise operands of values whose elements many of the values read."""
-    count = product(values.sizes)
-    for operand, _ in Tracer().trace(values).reads if isinstance(values, Pointwise) else ():
+    """Yields operands of values whose elements many of the values read, and that are not cheap to compute."""
+    count, tracer = product(values.sizes), Tracer()
+    for operand, _ in tracer.trace(values).reads if isinstance(values, Pointwise) else ():
         elements = product(operand.sizes)
         is_repeated = isinstance(count, int) and isinstance(elements, int) and elements * _MIN_REPEATS <= count
-        if is_repeated and isinstance(operand, Pointwise):
+        if not is_repeated or not isinstance(operand, Pointwise):
+            continue
+        trace = tracer.trace(operand)
+        if trace.cost > _CHEAP or not all(isinstance(other, Stored) for other, _ in trace.reads):
             yield operand
 
 
