@@ -13,6 +13,9 @@ from fxwrap.torch_compat import multiplies_bfloat16_matrices, multiplies_bytes_e
 Dtypes: TypeAlias = frozenset[torch.dtype]
 SizesByDtype: TypeAlias = tuple[tuple[torch.dtype, int], ...]
 
+WARP_LANES = 32
+"""The threads of a warp, for which Triton's kernels are printed."""
+
 ROW_ALIGNMENT = 16
 """Bytes to which GEMM libraries want row lengths aligned."""
 
@@ -289,6 +292,7 @@ class DeviceSpec:
         multiprocessors: the processors of a massively parallel device, which run programs of a kernel side by side. It
             decides blocks of kernels, parts of long rows and of attention's keys, and which launches are combined or
             dependent.
+        registers: the 32-bit registers of such a processor, which the programs that it runs share.
         shared_memory_bytes: the most shared memory of a program of a kernel: configurations that need more are left
             out, or made smaller. By default an H100's; 101,376 for compute capability 8.6 and 8.9.
         cache_bytes: the bytes of a massively parallel device's last cache. Programs of a matmul go through blocks of
@@ -333,6 +337,7 @@ class DeviceSpec:
     supports_streams: bool = True
     massively_parallel: bool = False
     multiprocessors: int = 132
+    registers: int = 65536
     shared_memory_bytes: int = 227 << 10
     cache_bytes: int = 48 << 20
     min_program_bytes: int = 4096

@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from fxwrap.devices import TRITON, DeviceSpec
+from fxwrap.devices import TRITON, WARP_LANES, DeviceSpec
 from fxwrap.devices.kernel_names import EARLY_READS, is_printed
 from fxwrap.lines import Launch
 from fxwrap.printers import Signal, add_dependent_launch, is_waiting, pipelined_bytes
@@ -29,8 +29,8 @@ from fxwrap.wrapper_ir import (
 _RESIDENT_WARPS = 64
 """The warps that a multiprocessor runs at once at most."""
 
-_REGISTERS, _FEW_REGISTERS = 2048, 64
-"""The registers of a multiprocessor for each lane of a warp, and those of a thread whose number is not limited."""
+_FEW_REGISTERS = 64
+"""The registers of a thread whose number is not limited."""
 
 _MANY_PROGRAMS = 4
 """The programs of a processor of which one more or less is a small part of its work."""
@@ -70,7 +70,7 @@ class _DependentLaunches:
         ]  # fmt: skip
         self.warps = {item.name: int(dict(item.options).get("num_warps", 4)) for item in printed}
         self.registers = {
-            item.name: self.warps[item.name] * int(dict(item.options).get("maxnreg", _FEW_REGISTERS))
+            item.name: WARP_LANES * self.warps[item.name] * int(dict(item.options).get("maxnreg", _FEW_REGISTERS))
             for item in printed
         }  # fmt: skip
 
@@ -147,7 +147,7 @@ class _DependentLaunches:
     def _fills(self, line: Launch, programs: int) -> bool:
         """Whether a launch has one wave of programs that leave no registers for more of them: each place is one's."""
         of_processor = math.ceil(programs / self._spec(line).multiprocessors)
-        return _REGISTERS // self.registers[line.kernel] == of_processor
+        return self._spec(line).registers // self.registers[line.kernel] == of_processor
 
     def _is_even(self, earlier: Launch, before: Launch, line: Launch, later: Launch | None) -> bool:
         """Whether the programs of a launch occupy a GPU evenly although they start while `earlier` runs.
@@ -167,7 +167,7 @@ class _DependentLaunches:
         following = 0 if later is None else product(later.grid)
         if later is not None and isinstance(following, int) and following < _MANY_PROGRAMS * spec.multiprocessors:
             registers += following / spec.multiprocessors * self.registers[later.kernel]
-        if registers > _REGISTERS:
+        if registers > spec.registers:
             return False
         if counts[-1] >= _MANY_PROGRAMS * spec.multiprocessors:
             return True

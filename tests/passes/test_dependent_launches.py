@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from fxwrap.devices import CUDA
+from fxwrap.devices import CUDA, DeviceSpec
 from fxwrap.lines import CORE_LINES, Launch
 from fxwrap.passes.dependent_launches import insert_dependent_launches
 from fxwrap.printers import Signal, pipelined_bytes
@@ -125,10 +127,10 @@ def fxwrap_sum(in0_ptr, in1_ptr, out0_ptr, X_BLOCK: tl.constexpr, R_BLOCK: tl.co
 """
 
 
-def signal_beside(lines: str, other: KernelDefinition) -> Signal:
+def signal_beside(lines: str, other: KernelDefinition, spec: DeviceSpec = CUDA) -> Signal:
     """The signal of kernel `k` in a program whose other kernel is `other`."""
     program = program_of(lines)
-    program = insert_dependent_launches(program.replace(kernels=(program.kernel("k"), other)), {"cuda": CUDA})
+    program = insert_dependent_launches(program.replace(kernels=(program.kernel("k"), other)), {"cuda": spec})
     return signal_of(program.kernel("k").source)
 
 
@@ -152,10 +154,13 @@ def test_launches_that_start_early_need_room_in_shared_memory(after: int, signal
 
 
 @pytest.mark.parametrize(
-    ("after", "registers", "signal"),
-    [(264, 256, Signal.AT_START), (264, 128, Signal.AT_END), (264, 170, Signal.AT_END), (396, 170, Signal.AT_START)],
-)
-def test_a_launch_that_takes_all_registers_in_one_wave_starts_early(after: int, registers: int, signal: Signal) -> None:
+    ("after", "registers", "of_processor", "signal"),
+    [(264, 256, 65536, Signal.AT_START), (264, 128, 65536, Signal.AT_END), (264, 170, 65536, Signal.AT_END),
+     (396, 170, 65536, Signal.AT_START), (264, 128, 32768, Signal.AT_START), (264, 256, 131072, Signal.AT_END)],
+)  # fmt: skip
+def test_a_launch_that_takes_all_registers_in_one_wave_starts_early(
+    after: int, registers: int, of_processor: int, signal: Signal
+) -> None:
     """Wherever a program of the launch before ends, there is room for one: no processor gets more than another."""
     options = (("X_BLOCK", 64), ("maxnreg", registers), ("num_warps", 4))
     lines = f"""%a = memory.alloc() : {F}
@@ -164,7 +169,8 @@ def test_a_launch_that_takes_all_registers_in_one_wave_starts_early(after: int, 
         kernel.launch @other(%a, %v) outs=(%y) grid=({after}, 1, 1)
         memory.free(%a)
         control.return(%y)"""
-    assert signal_beside(lines, KernelDefinition("other", "triton", SOURCE, ("*f32",) * 3, options)) is signal
+    other = KernelDefinition("other", "triton", SOURCE, ("*f32",) * 3, options)
+    assert signal_beside(lines, other, replace(CUDA, registers=of_processor)) is signal
 
 
 @pytest.mark.parametrize(

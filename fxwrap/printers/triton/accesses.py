@@ -33,9 +33,6 @@ Hint: TypeAlias = Callable[[Size], int]
 VECTOR_BYTES = 16
 """The bytes that a thread transfers at once at most."""
 
-LANES = 32
-"""The threads of a warp."""
-
 MANY_LOADS, MAX_LOADED_ELEMENTS = 8, 32
 """The loads, as of a window, from which on a thread loads at most so many elements, to keep them in registers."""
 

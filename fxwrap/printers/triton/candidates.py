@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fxwrap.devices import CUDA, DeviceSpec
+from fxwrap.devices import CUDA, WARP_LANES, DeviceSpec
 from fxwrap.loop_ir import (
     Kernel,
     Load,
@@ -18,7 +18,7 @@ from fxwrap.loop_ir import (
     find_grouped_contraction,
     find_rows_and_columns,
 )
-from fxwrap.printers.triton.accesses import LANES, MANY_LOADS, MAX_LOADED_ELEMENTS, Hint
+from fxwrap.printers.triton.accesses import MANY_LOADS, MAX_LOADED_ELEMENTS, Hint
 from fxwrap.printers.triton.column_configuration import is_outer_reduction, outer_reduction_configurations
 from fxwrap.printers.triton.contraction_queries import can_use_dot, has_integer_columns
 from fxwrap.printers.triton.dot_configuration import (
@@ -100,12 +100,12 @@ def _for_windows(kernel: Kernel, tile: TileConfiguration) -> TileConfiguration:
     if max(loads.values(), default=0) < MANY_LOADS:
         return tile
     elements = max(MAX_LOADED_ELEMENTS // next_power_of_2(loads.total()), 2)
-    while tile.x_block * tile.y_block * tile.r_block > elements * LANES * tile.num_warps:
+    while tile.x_block * tile.y_block * tile.r_block > elements * WARP_LANES * tile.num_warps:
         if tile.y_block > 1:
             tile = replace(tile, y_block=tile.y_block // 2)
         elif tile.num_warps < _MOST_WARPS:
             tile = replace(tile, num_warps=2 * tile.num_warps)
-        elif tile.looped and tile.r_block > LANES:
+        elif tile.looped and tile.r_block > WARP_LANES:
             tile = replace(tile, r_block=tile.r_block // 2)
         else:
             break

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fxwrap.devices import DeviceSpec
+from fxwrap.devices import WARP_LANES, DeviceSpec
 from fxwrap.loop_ir import TRANSFER_BYTES, Axis, IndirectIndex, Kernel, Store, has_contiguous_columns
 from fxwrap.printers.triton.accesses import (
-    LANES,
     MIN_TILE_SIDE,
     Hint,
     contiguous_axes,
@@ -98,7 +97,7 @@ def _transposed_tile(kernel: Kernel, inner: Axis, other: Axis, hint: Hint) -> Ti
         else:
             y_block *= 2
         elements *= 2
-    warps = min(warps_of_tile(elements, LANES if looped else _scanned_elements(kernel) if kernel.scans else 16), 8)
+    warps = min(warps_of_tile(elements, WARP_LANES if looped else _scanned_elements(kernel) if kernel.scans else 16), 8)
     tile = TileConfiguration(x=(inner,), y=(other,), x_block=x_block, y_block=y_block, r_block=rows)
     return replace(tile, looped=looped, num_warps=warps)
 
@@ -134,7 +133,7 @@ def _whole_tiles(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> l
         while width > _MOST_COLUMNS and hint(kernel.count) < width * programs_of_a_wave(spec):
             width //= 2
         if width > _MOST_COLUMNS:
-            warps = max(width // (LANES * elements), 1)
+            warps = max(width // (WARP_LANES * elements), 1)
             tiles.append(TileConfiguration(x=(inner,), x_block=width, r_block=height, num_warps=warps))
     width = min(_whole_columns(kernel, inner, height, hint, spec), widest)
     if height * width <= MAX_PERSISTENT_ELEMENTS:
@@ -162,8 +161,8 @@ def _loops(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> list[Ti
         else:
             loops += _column_configurations(kernel, inner, hint, spec)
     elif has_several and is_unaligned(kernel, inner) and _has_masked_elements(kernel):
-        if next_power_of_2(hint(inner.size)) >= LANES:
-            loops.append(TileConfiguration(x=(inner,), x_block=LANES, r_block=LANES, looped=True))
+        if next_power_of_2(hint(inner.size)) >= WARP_LANES:
+            loops.append(TileConfiguration(x=(inner,), x_block=WARP_LANES, r_block=WARP_LANES, looped=True))
     widest = _widest_columns(kernel, inner, hint, spec)
     for width, height, stages in shapes:
         block = min(width, widest)
@@ -226,12 +225,12 @@ def _column_configurations(kernel: Kernel, inner: Axis, hint: Hint, spec: Device
     elements = STEP_ELEMENTS if len(loads) * STEP_ELEMENTS <= _STEP_LOADS else 4
     is_masked, is_uneven = _has_masked_elements(kernel), is_unaligned(kernel, inner)
     if len(loads) > 1 and all(load.dtype.itemsize >= 4 for load in loads) and (is_masked or is_uneven):
-        width, elements = min(width, LANES), 4
+        width, elements = min(width, WARP_LANES), 4
     elif is_masked and (len(loads) > 1 or is_uneven):
-        width = min(width, LANES)
+        width = min(width, WARP_LANES)
     programs = _column_programs(kernel, inner, hint, width)
     size, warps = next_power_of_2(hint(kernel.reduced_count)), 4
-    step = LANES * elements
+    step = WARP_LANES * elements
     while warps < 16 and programs * warps < _BUSY_WARPS * spec.multiprocessors and warps * step < size * width:
         warps *= 2
     shapes = dict.fromkeys([(warps, 1), (min(2 * warps, 16), 1), (max(warps // 2, 4), 1), (4, 2)])
@@ -246,8 +245,8 @@ def _column_scan_configurations(kernel: Kernel, inner: Axis, hint: Hint, spec: D
     Where these are too few threads, the threads of a program scan blocks of few columns together.
     """
     size = next_power_of_2(hint(kernel.reduced_count))
-    shapes = [(LANES, 64, 1), (LANES, 32, 1), (4 * LANES, 32, 4)]
-    if _column_programs(kernel, inner, hint, LANES) < 2 * spec.multiprocessors:
+    shapes = [(WARP_LANES, 64, 1), (WARP_LANES, 32, 1), (4 * WARP_LANES, 32, 4)]
+    if _column_programs(kernel, inner, hint, WARP_LANES) < 2 * spec.multiprocessors:
         width = _FEWEST_COLUMNS
         while width > _FEWEST_SCANNED_COLUMNS and _column_programs(kernel, inner, hint, width) < spec.multiprocessors:
             width //= 2
@@ -266,4 +265,4 @@ def is_outer_reduction(kernel: Kernel, hint: Hint) -> bool:
     if not has_contiguous_columns(kernel, hint):
         return False
     inner, _ = contiguous_axes(kernel, hint, reduced=False)
-    return next_power_of_2(hint(inner.size)) * next_power_of_2(hint(kernel.reduced_count)) >= LANES
+    return next_power_of_2(hint(inner.size)) * next_power_of_2(hint(kernel.reduced_count)) >= WARP_LANES

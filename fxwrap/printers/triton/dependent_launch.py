@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 
+from fxwrap.devices import WARP_LANES
 from fxwrap.names import NameAllocator
 from fxwrap.printers.triton.block_sizes import BlockSizes, Definition, Definitions
 from fxwrap.printers.triton.helpers import helper_sources
@@ -133,9 +134,9 @@ class _Prelude:
             if not roots or not roots <= self.unwritten or load.lineno != load.end_lineno:
                 raise _NotEarlyError
             size = self.sizes.loaded_bytes(load, definitions)
-            if size is None or self.loaded_bytes + size / (32 * self.warps) > _LOADED_BYTES:
+            if size is None or self.loaded_bytes + size / (WARP_LANES * self.warps) > _LOADED_BYTES:
                 raise _NotEarlyError
-            self.loaded_bytes += size / (32 * self.warps)
+            self.loaded_bytes += size / (WARP_LANES * self.warps)
             arguments = [ast.unparse(self._rewrite(item, definitions)) for item in load.args]
             arguments += [f"{item.arg}={ast.unparse(self._rewrite(item.value, definitions))}" for item in load.keywords]
             name = self.names.create_name(f"{pointers[0].removesuffix('_ptr')}_early")

@@ -9,7 +9,7 @@ import torch
 
 from fxwrap.loop_ir import GroupedSums, Index, IndirectIndex, Kernel, Load
 from fxwrap.printers.triton.fragment_digits import find_digits
-from fxwrap.printers.triton.fragments import FRAGMENT_COLUMNS, LANES, RUN, FragmentBlock, make_fragments, shape_text
+from fxwrap.printers.triton.fragments import FRAGMENT_COLUMNS, ROW_LANES, RUN, FragmentBlock, make_fragments, shape_text
 from fxwrap.printers.triton.group_sums import GroupSumPrinter
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter
 from fxwrap.printers.triton.tiling import FragmentConfiguration
@@ -36,7 +36,7 @@ class FragmentBlockPrinter(GroupSumPrinter):
         self.fragments = parts = make_fragments(configuration)
         self.digit_names: dict[tuple[str, int], tuple[str, str]] = {}
         self.row_block = FragmentBlock("row", self.result_block.replace("y", "") + "r", (
-            ("lane", LANES // parts.side), ("side", parts.side), ("joined", parts.joined), ("x", parts.rows),
+            ("lane", ROW_LANES // parts.side), ("side", parts.side), ("joined", parts.joined), ("x", parts.rows),
             ("warp", parts.warps), ("part", parts.parts), ("repeat", parts.repeats),
             ("run", parts.lane_bytes // RUN), ("element", RUN),
         ))  # fmt: skip
@@ -45,7 +45,7 @@ class FragmentBlockPrinter(GroupSumPrinter):
         self.chunks = 1 if self.reloads else parts.chunks
         self.column_blocks = [
             FragmentBlock("column" + (f"_{number}" if number else ""), "pyr", (
-                ("lane", LANES // parts.side), ("side", parts.side), ("y", FRAGMENT_COLUMNS), ("warp", parts.warps),
+                ("lane", ROW_LANES // parts.side), ("side", parts.side), ("y", FRAGMENT_COLUMNS), ("warp", parts.warps),
                 ("eight", parts.columns // FRAGMENT_COLUMNS), ("part", parts.parts), ("chunk", self.chunks),
                 ("repeat", parts.repeats), ("byte", parts.lane_bytes),
             ), number * parts.side)
@@ -53,7 +53,7 @@ class FragmentBlockPrinter(GroupSumPrinter):
         ]  # fmt: skip
         pair = min(parts.joined, 2)
         self.coefficient_block = FragmentBlock("coefficient", "py", (
-            ("joined", parts.joined // pair), ("x", LANES * pair // parts.joined), ("y", FRAGMENT_COLUMNS),
+            ("joined", parts.joined // pair), ("x", ROW_LANES * pair // parts.joined), ("y", FRAGMENT_COLUMNS),
             ("warp", parts.warps), ("eight", parts.columns // FRAGMENT_COLUMNS),
             *((("part", parts.parts), ("pair", pair)) if pair > 1 else (("part", parts.parts),)),
         ))  # fmt: skip
@@ -108,7 +108,7 @@ class FragmentBlockPrinter(GroupSumPrinter):
 
     def _emit_fixed_positions(self, block: FragmentBlock) -> None:
         """Prints the positions of a block that are the same in all steps, and the masks of rows."""
-        parts, run = self.fragments, LANES * self.fragments.lane_bytes
+        parts, run = self.fragments, ROW_LANES * self.fragments.lane_bytes
         lane = {"lane": parts.lane_bytes, "run": RUN, "element": 1, "repeat": run, "byte": 1}
         if block is not self.row_block:
             if block in self.column_blocks:
@@ -187,7 +187,7 @@ class FragmentBlockPrinter(GroupSumPrinter):
         assert r is not None and isinstance(first, Load) and self.block is self.row_block, "pairs are those of rows"
         dimension, own, block = self.tile.dimensions[r], self._index_dimensions(first.index), self.row_block
         base = self.index_printer(first.index.substitute(dict.fromkeys(dimension.axes, 0)))
-        run = LANES * self.fragments.lane_bytes
+        run = ROW_LANES * self.fragments.lane_bytes
         lanes = block.position({"lane": 2 * self.fragments.lane_bytes, "run": 2 * RUN, "repeat": 2 * run})
         terms = [base, *([lanes] if lanes else []), f"tl.arange(0, {2 * RUN})[None, :]"]
         mask = self._mask(own, None)

@@ -7,7 +7,7 @@ from math import prod
 from fxwrap.loop_ir import Constant, operation_dtype
 from fxwrap.printers.triton.fragment_blocks import FragmentBlockPrinter
 from fxwrap.printers.triton.fragment_digits import DIGITS
-from fxwrap.printers.triton.fragments import FRAGMENT_COLUMNS, FRAGMENT_ROWS, LANES, RUN, shape_text
+from fxwrap.printers.triton.fragments import FRAGMENT_COLUMNS, FRAGMENT_ROWS, ROW_LANES, RUN, shape_text
 from fxwrap.printers.triton.operations import TRITON_DTYPES
 
 
@@ -21,7 +21,7 @@ class FragmentOperandPrinter(FragmentBlockPrinter):
         the products.
         """
         parts, block = self.fragments, self.row_block
-        length = parts.repeats * LANES * parts.lane_bytes
+        length = parts.repeats * ROW_LANES * parts.lane_bytes
         text = self._block_operand(row)
         elements: tuple[tuple[str, int], ...] = (("element", RUN),)
         if row in self.digits:
@@ -49,7 +49,7 @@ class FragmentOperandPrinter(FragmentBlockPrinter):
         text = self._block_operand(column)
         order = ("part", "chunk", "warp", "eight", "y", "repeat", "run", "side", "lane", "element")
         count = parts.parts * self.chunks * parts.warps
-        shape = (count, parts.columns, parts.repeats * LANES * parts.lane_bytes)
+        shape = (count, parts.columns, parts.repeats * ROW_LANES * parts.lane_bytes)
         runs = ("run", parts.lane_bytes // RUN), ("element", RUN)
         self.line(f"{name} = {block.permuted(text, order, shape, runs)}")
         return name
@@ -108,7 +108,7 @@ class FragmentOperandPrinter(FragmentBlockPrinter):
         Triton halves the width of what it joins: a dot with joined half-precision values has the layout of bytes.
         """
         parts, dtype = self.fragments, TRITON_DTYPES[self.row_dtype]
-        shape = (parts.parts * parts.warps, FRAGMENT_ROWS, parts.repeats * LANES * parts.lane_bytes)
+        shape = (parts.parts * parts.warps, FRAGMENT_ROWS, parts.repeats * ROW_LANES * parts.lane_bytes)
         half = f"tl.full({shape_text((*shape[:2], shape[2] // 2))}, 1.0, tl.float32).to({dtype})"
         if row in self.digits:
             bits = f"tl.full({shape_text((*shape[:2], shape[2] // 2))}, {self.digits[row].unit}, tl.int16)"

@@ -16,7 +16,7 @@ from math import prod
 from fxwrap.loop_ir import DeviceAssert, GroupSum, Store, operands, operation_dtype
 from fxwrap.printers.triton.fragment_digits import SUM_FACTOR
 from fxwrap.printers.triton.fragment_loads import FragmentLoadPrinter, Loads, Part
-from fxwrap.printers.triton.fragments import FRAGMENT_COLUMNS, FRAGMENT_ROWS, LANES, FragmentBlock, shape_text
+from fxwrap.printers.triton.fragments import FRAGMENT_COLUMNS, FRAGMENT_ROWS, ROW_LANES, FragmentBlock, shape_text
 from fxwrap.printers.triton.operations import TRITON_DTYPES
 
 
@@ -268,7 +268,7 @@ class FragmentSumPrinter(FragmentLoadPrinter):
         for terms in zip(*[item.terms for item in items], strict=True):
             left = [column_operands[column] for _, column in terms if column is not None]
             if len(left) > 1:
-                shape = shape_text((count, FRAGMENT_ROWS, parts.repeats * LANES * parts.lane_bytes))
+                shape = shape_text((count, FRAGMENT_ROWS, parts.repeats * ROW_LANES * parts.lane_bytes))
                 left = [f"tl.reshape(tl.permute(tl.join({', '.join(left)}), (0, 3, 1, 2)), {shape})"]
             factors.append((left[0], row_operands[terms[0][0]][0]))
         self._emit_dots(texts[0], items[0], factors)

@@ -8,7 +8,7 @@ from math import prod
 from typing import NamedTuple
 
 from fxwrap.caching import bounded_cache
-from fxwrap.devices import DeviceSpec
+from fxwrap.devices import WARP_LANES, DeviceSpec
 from fxwrap.loop_ir import ContractionForm, GroupedSums, Load, as_index, find_grouped_sums, row_precision, sum_groups
 from fxwrap.printers.triton.contraction_queries import adds_zeros
 from fxwrap.printers.triton.fragment_digits import find_digits
@@ -19,7 +19,7 @@ from fxwrap.symbolic import product
 FRAGMENT_ROWS, FRAGMENT_COLUMNS = 16, 8
 """The elements of a fragment of weights along columns, and the columns of a fragment of results."""
 
-LANES = 4
+ROW_LANES = 4
 """The lanes that have a row of a fragment."""
 
 RUN = 4
@@ -27,11 +27,6 @@ RUN = 4
 
 _LOAD_BYTES = 16
 """The bytes that a lane loads at once."""
-
-_REGISTERS = 65536
-"""The registers of a multiprocessor."""
-
-_WARP_LANES = 32
 
 _TILE_BYTES = 32
 """The bytes of a group of 64 weights of four bits."""
@@ -61,17 +56,17 @@ class Fragments:
     @property
     def lane_bytes(self) -> int:
         """The bytes of a column that a lane has in a chunk."""
-        return min(self.joined * self.size // LANES, _LOAD_BYTES)
+        return min(self.joined * self.size // ROW_LANES, _LOAD_BYTES)
 
     @property
     def side(self) -> int:
         """The groups that lie side by side in a chunk."""
-        return max(LANES * self.lane_bytes // self.size, 1)
+        return max(ROW_LANES * self.lane_bytes // self.size, 1)
 
     @property
     def repeats(self) -> int:
         """The chunks of a group that fills several."""
-        return max(self.size // (LANES * self.lane_bytes), 1)
+        return max(self.size // (ROW_LANES * self.lane_bytes), 1)
 
     @property
     def chunks(self) -> int:
@@ -85,7 +80,7 @@ class Fragments:
 
     def fits(self) -> bool:
         """Whether each lane has a register or more of one group, and two of a column at least."""
-        has_lanes = self.side <= LANES and self.lane_bytes >= 2 * RUN
+        has_lanes = self.side <= ROW_LANES and self.lane_bytes >= 2 * RUN
         return self.parts > 0 and has_lanes and self.columns % (FRAGMENT_ROWS // 2) == 0
 
 
@@ -156,8 +151,8 @@ def fragment_configurations(
 
 def _programs(tile: FragmentTile, fragments: Fragments, spec: DeviceSpec) -> int:
     """Returns the number of looping programs that run at once; 0 for a tile without a loop."""
-    registers = _WARP_LANES * fragments.warps * tile.max_registers
-    return spec.multiprocessors * (_REGISTERS // registers) if tile.looping else 0
+    registers = WARP_LANES * fragments.warps * tile.max_registers
+    return spec.multiprocessors * (spec.registers // registers) if tile.looping else 0
 
 
 def _has_sums(contraction: ContractionForm, columns: int) -> bool:

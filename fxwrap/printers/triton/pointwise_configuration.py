@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from fxwrap.devices import DeviceSpec
+from fxwrap.devices import WARP_LANES, DeviceSpec
 from fxwrap.loop_ir import (
     ONE,
     OPERATIONS,
@@ -24,7 +24,6 @@ from fxwrap.loop_ir import (
     as_index,
 )
 from fxwrap.printers.triton.accesses import (
-    LANES,
     MANY_LOADS,
     MAX_LOADED_ELEMENTS,
     MIN_TILE_SIDE,
@@ -81,9 +80,9 @@ def pointwise_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> li
         return [_transposed_tile(kernel, inner, other, hint, *shape) for shape in _tiles(kernel)]
     block, warps = _pointwise_block(kernel, inner, hint, spec)
     if _has_single_elements(kernel, _pointwise_tile(kernel, inner, hint, block, warps)):
-        block = min(block, LANES * max(warps, 4) * _SINGLE_ELEMENTS)
+        block = min(block, WARP_LANES * max(warps, 4) * _SINGLE_ELEMENTS)
     if vector := _vector_of_shared_sectors(kernel, inner):
-        block = min(block, LANES * warps * vector)
+        block = min(block, WARP_LANES * warps * vector)
     rows = _broadcast_rows(kernel, inner, hint)
     shared = [_pointwise_tile(kernel, inner, hint, block // 4, warps, 8)] if rows >= 8 and block >= 1024 else []
     sizes = [(block, warps), (2 * block, warps), (2 * block, 2 * warps), (max(block // 2, 32), warps)]

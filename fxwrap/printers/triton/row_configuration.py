@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fxwrap.devices import DeviceSpec
+from fxwrap.devices import WARP_LANES, DeviceSpec
 from fxwrap.loop_ir import OPERATIONS, Compute, Kernel, Load, Reduce, RowsAndColumns, has_accesses_across_rows
 from fxwrap.printers.triton.accesses import (
-    LANES,
     VECTOR_BYTES,
     Hint,
     bytes_per_element,
@@ -103,7 +102,7 @@ def _persistent_rows(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileC
     whole = TileConfiguration(y=kernel.axes, y_block=rows, r_block=block, num_warps=warps)
     candidates = []
     vector = vector_elements(kernel, kernel.reduced[-1])
-    is_split = vector is not None and LANES * vector < block
+    is_split = vector is not None and WARP_LANES * vector < block
     fills_program = _bytes_of_row_elements(kernel) * _ROW_TILE >= spec.min_program_bytes
     is_cached = count * size * _bytes_of_row_elements(kernel) <= spec.cache_bytes // 2
     if rows > 1 and (is_split or (fills_program and is_cached and _WARP_ROW <= block <= 2 * _WARP_ROW)):
@@ -148,7 +147,7 @@ def _looped_rows(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileConfi
         for r, warps in shapes
     ]
     warps = 8 if count >= 4 * wave else _MOST_WARPS
-    step = STEP_ELEMENTS * LANES * warps
+    step = STEP_ELEMENTS * WARP_LANES * warps
     if (unaligned or has_long_iterations(kernel)) and not is_twice and loop >= step:
         looped.insert(0, TileConfiguration(y=kernel.axes, r_block=step, looped=True, num_warps=warps))
     if is_twice and count >= 2 * wave:
@@ -156,7 +155,7 @@ def _looped_rows(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileConfi
             # few rows at a time, so that the second pass reads from the cache
             looped.insert(0, replace(looped[0], r_block=4096, num_warps=32))
         if block > _persistent_limit(kernel) and unaligned and count_varying_loads(kernel) > 2:
-            step = _LONG_ROW_STEP * LANES * _MOST_WARPS
+            step = _LONG_ROW_STEP * WARP_LANES * _MOST_WARPS
             looped.insert(0, replace(looped[0], r_block=step, num_warps=_MOST_WARPS))
     return [*looped, replace(looped[-1], num_stages=3)]
 
@@ -213,12 +212,12 @@ def row_part_configurations(
     if any(load.index.stride(axis) is None for load in full_tile_loads(kernel) for axis in load.index.axes()):
         tiles = sorted(tiles, key=lambda tile: tile[2])
     for elements, warps, stages in tiles if vector is None else _UNALIGNED_ROW_PART_TILES:
-        rows = min(max(LANES * warps * elements // block, 1), size)
-        chunk = LANES * (vector or whole_vector) * max(warps // rows, 1)
-        if rows * block * live > LANES * warps * _ROW_PART_REGISTERS and (rows > 1 or warps < _MOST_WARPS):
+        rows = min(max(WARP_LANES * warps * elements // block, 1), size)
+        chunk = WARP_LANES * (vector or whole_vector) * max(warps // rows, 1)
+        if rows * block * live > WARP_LANES * warps * _ROW_PART_REGISTERS and (rows > 1 or warps < _MOST_WARPS):
             continue
         copied = (stages - 1) * rows * block * bytes_per_element(kernel)
-        if block <= LANES * whole_vector or copied > spec.shared_memory_bytes // 2:
+        if block <= WARP_LANES * whole_vector or copied > spec.shared_memory_bytes // 2:
             stages = 1  # a warp has whole rows, but not if they are copied to shared memory first
         whole = RowPartConfiguration(rows=form.rows, row_block=rows, r_block=block, num_warps=warps, num_stages=stages)
         plain.append(whole)

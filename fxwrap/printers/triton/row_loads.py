@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from fxwrap.devices import WARP_LANES
 from fxwrap.loop_ir import Axis, IndirectIndex, Load
-from fxwrap.printers.triton.accesses import LANES, MIN_TILE_SIDE
+from fxwrap.printers.triton.accesses import MIN_TILE_SIDE
 from fxwrap.printers.triton.tile_printer import TilePrinter
 from fxwrap.printers.triton.tiling import Dimension
 
@@ -44,7 +45,11 @@ class RowLoadPrinter(TilePrinter):
         """
         *_, last = self.tile.dimensions
         block = self.tile.dimensions[number]
-        return block is not last and block.block >= LANES * self.configuration.num_warps and last.block >= MIN_TILE_SIDE
+        return (
+            block is not last
+            and block.block >= WARP_LANES * self.configuration.num_warps
+            and last.block >= MIN_TILE_SIDE
+        )
 
     def _emit_program_offsets(self) -> None:
         self.vector_names, self.vector_masks = {}, {}

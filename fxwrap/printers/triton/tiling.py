@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from fxwrap.devices import DeviceSpec
+from fxwrap.devices import WARP_LANES, DeviceSpec
 from fxwrap.loop_ir import Axis, Kernel
-from fxwrap.printers.triton.accesses import LANES
 from fxwrap.symbolic import Size, ceiling_divide, product
 
 
@@ -281,7 +280,7 @@ def next_power_of_2(size: int) -> int:
 
 def warps_of_tile(tile: int, elements: int) -> int:
     """Returns the warps of a program whose threads have so many elements of its tile."""
-    return min(max(next_power_of_2(tile // (LANES * elements)), 1), 16)
+    return min(max(next_power_of_2(tile // (WARP_LANES * elements)), 1), 16)
 
 
 def programs_of_a_wave(spec: DeviceSpec) -> int:
