@@ -45,7 +45,8 @@ def _embedding_backward(
         return [row, indices[-1]], value
 
     zeros = full_tensor(call.sizes, call.dtype, call.device, 0)
-    return lower_scatter(call, zeros, grad.sizes, "add", write, rounds_once=True, of_rows=True)
+    along = [*range(len(index.sizes))]
+    return lower_scatter(call, zeros, grad.sizes, "add", write, rounds_once=True, of_rows=True, along=along)
 
 
 def _is_compact(call: OperatorCall, grad: Definition) -> bool:

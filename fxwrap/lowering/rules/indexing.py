@@ -48,6 +48,7 @@ from fxwrap.lowering.rules.known_indices import (
     sum_at_known_indices,
     varying_dims,
 )
+from fxwrap.lowering.rules.private_sums import private_copies, sum_of_private_copies
 from fxwrap.lowering.rules.registry import (
     Declined,
     ElementBody,
@@ -245,6 +246,7 @@ def lower_scatter(
     *,
     rounds_once: bool = False,
     of_rows: bool = False,
+    along: Sequence[int] = (),
 ) -> Definition:
     """Returns `initial` with the values of `write` combined into it, for each element of an index space.
 
@@ -252,7 +254,8 @@ def lower_scatter(
     no larger than the space. Larger tensors are added to in their own dtype, as in eager mode, because the two passes
     over float32 would take longer than the additions.
     The body of an empty space has no reads: nothing would order it behind what it reads. With `of_rows`, an element's
-    last index is the last one of the space.
+    last index is the last one of the space. `along` are the dimensions of the space that an element's computed index
+    depends on.
     """
     check_store_mode(call.dtype, call.spec, mode, space[-1] if of_rows and space else 1)
     is_wide = rounds_once or mode != "add" or not is_larger(call.sizes, space)
@@ -266,6 +269,15 @@ def lower_scatter(
         return [as_index(index) for index in target], value.to(computes)
 
     first = initial if dtype is call.dtype else copy_definition(initial, dtype)
+    copies = private_copies(call.sizes, space) if along and mode == "add" and call.spec.massively_parallel else 1
+    if copies > 1:
+        total = sum_of_private_copies(first, space, along, body, copies, of_rows=of_rows)
+
+        def added(reader: ElementReader, indices: Indices) -> Scalar:
+            start, added = reader.load(first, indices), reader.load(total, indices)
+            return added if start.constant == 0 else start + added
+
+        return call.define(added)
     if (mode, dtype) in _DOMINANT_NAN_BITS:
         first = _canonicalize_nans(first, mode)
     scattered = Scattered(call.sizes, dtype, call.device, first, tuple(space), mode, (body,))
@@ -310,7 +322,7 @@ def _scatter(
         row = load_indirect_index(reader, index, indices, size, error="runtime", writes=True)
         return replace_index(indices, dim, row) if x.sizes else (), value(reader, indices)
 
-    return lower_scatter(call, x, index.sizes, mode, write, of_rows=dim + 1 < len(x.sizes))
+    return lower_scatter(call, x, index.sizes, mode, write, of_rows=dim + 1 < len(x.sizes), along=[dim])
 
 
 @lowering_rule("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default", index_argument=2)
@@ -351,7 +363,7 @@ def _scatter_slices(
         target = load_list_index(reader, x, dim, index, indices, error=error, writes=True)
         return target, value(reader, indices)
 
-    return lower_scatter(call, x, space, mode, write, of_rows=dim + 1 < len(x.sizes))
+    return lower_scatter(call, x, space, mode, write, of_rows=dim + 1 < len(x.sizes), along=[dim])
 
 
 def _source_space(x: Definition, dim: int, index: Definition) -> tuple[Size, ...]:
@@ -407,7 +419,9 @@ def _index_put(
         return target, reader.load(values, broadcast_indices(values.sizes, at))
 
     of_rows = len(indices) < len(x.sizes) and all(item is not None for item in indices)
-    return lower_scatter(call, x, indexing.result_sizes, "add" if accumulate else "set", write, of_rows=of_rows)
+    along = [*range(indexing.index_dim_start, indexing.index_dim_start + len(indexing.index_shape))]
+    mode = "add" if accumulate else "set"
+    return lower_scatter(call, x, indexing.result_sizes, mode, write, of_rows=of_rows, along=along)
 
 
 def _known_indices(call: OperatorCall, indexing: AdvancedIndexing) -> dict[int, KnownIndex]:
@@ -465,7 +479,8 @@ def _put(call: OperatorCall, x: Definition, index: Definition, source: Definitio
         flat = load_indirect_index(reader, index, indices, count, wrap_negative=True, writes=True)
         return from_flat([flat]), reader.load(source, to_source(indices))
 
-    return lower_scatter(call, x, index.sizes, "add" if accumulate else "set", write)
+    along = [*range(len(index.sizes))]
+    return lower_scatter(call, x, index.sizes, "add" if accumulate else "set", write, along=along)
 
 
 @lowering_rule("aten.masked_scatter.default", "aten.index_reduce.default")
