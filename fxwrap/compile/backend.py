@@ -19,6 +19,7 @@ from fxwrap.debugging import with_repro_environment
 from fxwrap.errors import OptionError
 from fxwrap.fx_passes import (
     decomposition_table,
+    find_known_results,
     pack_query_groups,
     partitioner,
     replace_in_place_functions,
@@ -170,6 +171,7 @@ def _with_autograd(
         bw_compiler=compilers["backward"],
         inference_compiler=compilers["inference"],
         partition_fn=partitioner(options),
+        known_results=find_known_results,
         decompositions=decomposition_table(options),
         keep_inference_input_mutations=True,
     )

@@ -5,6 +5,7 @@ from fxwrap.fx_passes.attention.masks import *
 from fxwrap.fx_passes.decompositions import *
 from fxwrap.fx_passes.fake_propagation import *
 from fxwrap.fx_passes.in_place_functions import *
+from fxwrap.fx_passes.known_results import *
 from fxwrap.fx_passes.matmuls.padded import *
 from fxwrap.fx_passes.model_source import *
 from fxwrap.fx_passes.prepare import *

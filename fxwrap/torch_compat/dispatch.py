@@ -26,6 +26,7 @@ any_requires_grad = torch._C._any_requires_grad
 
 # Why: torch.no_grad as a context costs more than a small program.
 set_grad_enabled = torch._C._set_grad_enabled
+set_autocast_functions = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
 
 # Why: modes, functorch, functionalisation and tracing show in the included dispatch keys of the thread, which have no
 # public accessor.

@@ -40,20 +40,25 @@ def one_compile_at_a_time(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return call
 
 
-def aot_autograd(*, partition_fn: Callable[..., object], **compilers: object) -> CompiledCall:
+def aot_autograd(
+    *, partition_fn: Callable[..., object], known_results: Callable[..., Any], **compilers: object
+) -> CompiledCall:
     """Returns the backend that traces forward and backward with AOTAutograd and compiles each graph.
 
-    `compilers` are AOTAutograd's own arguments; `partition_fn` splits the joint graph.
+    `compilers` are AOTAutograd's own arguments; `partition_fn` splits the joint graph. `known_results` says which nodes
+    of a Dynamo graph need not run for its metadata (`metadata_from_known_results`).
     """
     from torch._dynamo.backends.common import aot_autograd as make_backend
     from torch._functorch import config
+
+    from fxwrap.torch_compat.aot_tracing import metadata_from_known_results
 
     backend: CompiledCall = make_backend(partition_fn=partition_fn, **compilers)
 
     def preserve_eager_rng(graph_module: torch.fx.GraphModule, example_inputs: Sequence[object]) -> CompiledCall:
         # Why: on GPUs the partitioner lets checkpointed operators draw from its own generators, so that CUDA graphs can
         # capture them; these do not produce the numbers that eager draws.
-        with config.patch(graphsafe_rng_functionalization=False):
+        with config.patch(graphsafe_rng_functionalization=False), metadata_from_known_results(known_results):
             return cast("CompiledCall", backend(graph_module, example_inputs))
 
     return preserve_eager_rng

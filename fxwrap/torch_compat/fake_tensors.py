@@ -48,6 +48,24 @@ def fake_tensor(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) 
     return FakeTensor(mode, meta, device)
 
 
+def is_plain_fake(value: object, mode: FakeTensorMode) -> bool:
+    """Whether a value is a strided fake tensor of no subclass that counts writes, with symbols of a mode's ShapeEnv."""
+    return (
+        type(value) is FakeTensor
+        and value.fake_mode.shape_env is mode.shape_env
+        and value.layout is torch.strided
+        and not value.is_quantized
+        and not value.is_inference()
+    )
+
+
+def is_described_by_layout(fake: FakeTensor) -> bool:
+    """Whether sizes, strides, dtype and device describe a plain fake tensor that has memory of its own."""
+    offset = fake.storage_offset()
+    has_bits = fake.is_conj() or fake.is_neg()
+    return fake.constant is None and isinstance(offset, int) and offset == 0 and not has_bits
+
+
 def is_missing_fake_impl(error: BaseException) -> bool:
     """Whether an operator failed on fake tensors because it has no fake implementation."""
     return isinstance(error, UnsupportedOperatorException) or "no fake impl registered" in str(error)

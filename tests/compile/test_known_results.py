@@ -1,0 +1,429 @@
+"""AOTAutograd learns the same of a Dynamo graph, and traces the same graphs, if calls with known results do not run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._guards import TracingContext, detect_fake_mode
+from torch.fx import GraphModule, Node
+from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
+
+from fxwrap import Options
+from fxwrap.fx_passes import decomposition_table, find_known_results, partitioner
+from fxwrap.torch_compat import aot_autograd, storage_identity
+from tests.support.models import MODELS
+
+Function = Callable[..., object]
+
+
+@torch.library.custom_op("known_results::scale", mutates_args=())
+def _scale(x: Tensor, factor: float) -> Tensor:
+    return x * factor
+
+
+@_scale.register_fake
+def _(x: Tensor, factor: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("known_results::double_", mutates_args=("x",))
+def _double_(x: Tensor) -> None:
+    x.mul_(2)
+
+
+class _Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone() ** 3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return gradient * 3 * x * x
+
+
+class _SameMemory(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 2
+
+
+def _pure(x: Tensor, w: Tensor) -> Tensor:
+    return functional.layer_norm(functional.gelu(x @ w).softmax(-1) + x, (x.shape[-1],))
+
+
+def _views(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = (x @ w).relu()
+    return y, y.t(), y[1:], y.reshape(-1), x.t(), w[0], y.t().contiguous()
+
+
+def _view_without_base(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w).t()[1]
+
+
+def _several_views(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return (x @ w).split(2), (x * 2).unbind(0)  # type: ignore[return-value]
+
+
+def _duplicates(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = x @ w
+    return y, y, x, y.detach(), w, x.view_as(x)
+
+
+def _write_input(x: Tensor, w: Tensor) -> Tensor:
+    y = x.sin()
+    x.mul_(2)
+    x[1] = 3
+    return y @ w + x
+
+
+def _write_input_by_result(x: Tensor, w: Tensor) -> Tensor:
+    x.copy_(w @ w)
+    return x.exp()
+
+
+def _write_view_of_input(x: Tensor, w: Tensor) -> Tensor:
+    x.t()[0].add_(w[0].detach())
+    return x @ w
+
+
+def _write_without_gradients(x: Tensor, w: Tensor) -> Tensor:
+    with torch.no_grad():
+        x.add_(1)
+    x.detach().mul_(2)
+    return x @ w
+
+
+def _write_result(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y = x @ w
+    z = y[0]
+    y.add_(1)
+    functional.relu(y, inplace=True)
+    z.mul_(3)
+    return y.exp(), z
+
+
+def _write_returned(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y = torch.empty_like(x)
+    torch.mul(x, 3, out=y)
+    z = torch.zeros(3)
+    z += x.detach().sum()
+    return y, z
+
+
+def _write_by_operand(x: Tensor, w: Tensor) -> Tensor:
+    z = torch.zeros_like(x)
+    z.copy_(x @ w)
+    return z
+
+
+def _transposed_in_place(x: Tensor, w: Tensor) -> Tensor:
+    y = x @ w
+    y.t_()
+    y.unsqueeze_(0)
+    return y * 2
+
+
+def _metadata_of_input(x: Tensor, w: Tensor) -> Tensor:
+    x.transpose_(0, 1)
+    return x @ w
+
+
+def _modes(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = x @ w
+        with torch.autocast("cpu", enabled=False):
+            z = x @ w
+    with torch.no_grad():
+        u = x @ w
+    return y, z + y, u
+
+
+def _ends_without_gradients(x: Tensor, w: Tensor) -> Tensor:
+    y = x @ w
+    torch.set_grad_enabled(False)
+    return y * 2
+
+
+def _needs_gradients(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y = torch.ones(3, requires_grad=False)
+    return y + 1, (x @ w).detach() * 2
+
+
+def _random(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return functional.dropout(x @ w, 0.5), torch.rand_like(x) * torch.randn(3)
+
+
+def _sizes(x: Tensor, w: Tensor) -> tuple[Tensor, int]:
+    rows = x.shape[0]
+    y = x.new_zeros(rows * 2, rows + 1)
+    return y.view(rows, -1).sum() + (x @ w), rows * 3
+
+
+def _data(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    positive = x[x > 0]
+    return positive * 2, (x @ w).nonzero()
+
+
+def _item(x: Tensor, w: Tensor) -> Tensor:
+    return x @ w * w.abs().sum().long().item()
+
+
+def _constants(x: Tensor, w: Tensor) -> Tensor:
+    scale = torch.tensor([2.0, 3.0]).sum()
+    return x @ w * scale + torch.arange(x.shape[-1])
+
+
+def _complex(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    z = torch.complex(x, w)
+    return z.conj(), z.real, z.abs(), torch.view_as_real(z), z.conj().imag
+
+
+def _sparse(x: Tensor, w: Tensor) -> Tensor:
+    return torch.sparse.mm(x.detach().to_sparse(), w)
+
+
+def _tuples(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    values, indices = (x @ w).topk(2)
+    return values, indices, *torch.max(x, 0), x.sort().values.t()
+
+
+def _custom(x: Tensor, w: Tensor) -> Tensor:
+    y = torch.ops.known_results.scale(x @ w, 2.0)
+    torch.ops.known_results.double_(y)
+    return y.sin()
+
+
+def _autograd_function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return _Cube.apply(x @ w), _SameMemory.apply(x)  # type: ignore[no-untyped-call]
+
+
+def _checkpointed(x: Tensor, w: Tensor) -> Tensor:
+    return checkpoint(_pure, x, w, use_reentrant=False)  # type: ignore[return-value]
+
+
+def _conditional(x: Tensor, w: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda a, b: a @ b, lambda a, b: a + b, (x * 2, w))
+
+
+def _attention(x: Tensor, w: Tensor) -> Tensor:
+    query = (x @ w).expand(1, 1, -1, -1)
+    y = functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+    return y + flex_attention(query, query, query)  # type: ignore[operator]
+
+
+def _transforms(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    gradient = torch.func.grad(lambda a: (a @ w).sin().sum())(x)
+    return torch.vmap(lambda a: a @ w + a.exp())(x), gradient.t()
+
+
+def _checked(x: Tensor, w: Tensor) -> Tensor:
+    torch._check(x.shape[0] > 1)
+    torch._assert_async((x.exp() > 0).all())
+    return x @ w
+
+
+def _embedding(x: Tensor, w: Tensor) -> Tensor:
+    return functional.embedding(torch.tensor([0, 1]), w.detach(), max_norm=0.5) + x[:2]
+
+
+def _foreach(x: Tensor, w: Tensor) -> Tensor:
+    parts = [x.detach(), (x @ w).detach()]
+    torch._foreach_add_(parts, 1)
+    torch._foreach_mul_(parts, [w.detach(), w.detach()])
+    return parts[1].exp()
+
+
+def _data_attribute(x: Tensor, w: Tensor) -> Tensor:
+    y = x @ w
+    y.data.add_(1)
+    return y * 2
+
+
+FUNCTIONS: tuple[Function, ...] = (
+    _pure, _views, _view_without_base, _several_views, _duplicates, _write_input, _write_input_by_result,
+    _write_view_of_input, _write_without_gradients, _write_result, _write_returned, _write_by_operand,
+    _transposed_in_place, _metadata_of_input, _modes, _ends_without_gradients, _needs_gradients, _random, _sizes, _data,
+    _item, _constants, _complex, _sparse, _tuples, _custom, _autograd_function, _checkpointed, _conditional, _attention,
+    _transforms, _checked, _embedding, _foreach, _data_attribute,
+)  # fmt: skip
+
+
+class Normalised(nn.Module):
+    """Layers whose functions write buffers that their schemas do not name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(4), nn.InstanceNorm2d(4, track_running_stats=True)])
+        self.frozen = nn.BatchNorm2d(4).eval()
+        self.activation = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images to features."""
+        x = self.activation(self.convolution(x))
+        for norm in self.norms:
+            x = self.activation(norm(x)) + self.frozen(x)
+        return x.mean((2, 3))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What compilers receive of a compile: the metadata of AOTAutograd and the graphs, as texts."""
+
+    metadata: list[Any]
+    graphs: list[str]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiles() -> Iterator[None]:
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        yield
+    torch.compiler.reset()
+
+
+def _trace(function: Function, inputs: Sequence[Tensor], dynamic: bool, known_results: Callable[..., Any]) -> Trace:
+    trace = Trace([], [])
+
+    def record(graph_module: GraphModule, _inputs: Any) -> Any:
+        trace.metadata.append(TracingContext.get().fw_metadata)
+        trace.graphs.append(graph_text(graph_module))
+        return make_boxed_func(graph_module.forward)
+
+    backend = aot_autograd(
+        fw_compiler=record, bw_compiler=record, inference_compiler=record, partition_fn=partitioner(Options()),
+        decompositions=decomposition_table(Options()), keep_inference_input_mutations=True, known_results=known_results,
+    )  # fmt: skip
+    grad = torch.is_grad_enabled()
+    try:
+        result = torch.compile(function, backend=backend, dynamic=dynamic)(*inputs)
+    except Exception as error:  # noqa: BLE001 - a program that AOTAutograd refuses
+        trace.graphs.append(str(error))
+        return trace
+    finally:
+        torch.set_grad_enabled(grad)
+    tensors = [item for item in torch.utils._pytree.tree_leaves(result) if isinstance(item, Tensor)]
+    losses = [item.abs().float().sum() for item in tensors if item.requires_grad]
+    if losses:
+        torch.stack(losses).sum().backward()
+    return trace
+
+
+def graph_text(graph_module: GraphModule) -> str:
+    """The nodes of a graph with targets, arguments, layouts and groups of results that share a storage."""
+    groups: dict[int, int] = {}
+
+    def describe(value: object) -> str:
+        if not isinstance(value, Tensor):
+            items = value if isinstance(value, tuple | list) else ()
+            return str(value) if not items else f"({', '.join(map(describe, items))})"
+        if value.layout is not torch.strided:
+            return f"{value.layout} {tuple(value.shape)}"
+        group = groups.setdefault(storage_identity(value), len(groups))
+        layout = f"{tuple(value.shape)} {value.stride()} {value.storage_offset()}"
+        return f"{layout} {value.dtype} {value.device} {value.requires_grad} {value.is_conj()} in {group}"
+
+    def line(node: Node) -> str:
+        origin = (node.meta.get("original_aten"), node.meta.get("nn_module_stack"), node.meta.get("stack_trace"))
+        text = f"{node.op} {node} {node.target} {node.args} {node.kwargs} : {describe(node.meta.get('val'))} {origin}"
+        return re.sub("0x[0-9a-f]+", "", text)
+
+    return "\n".join(map(line, graph_module.graph.nodes))
+
+
+def assert_same_traces(function: Function, inputs: Callable[[], list[Tensor]], dynamic: bool) -> None:
+    """Fails unless AOTAutograd's metadata and graphs are those of a run of all calls."""
+    trace = _trace(function, inputs(), dynamic, find_known_results)
+    torch.compiler.reset()
+    expected = _trace(function, inputs(), dynamic, lambda _graph, _mode: None)
+    assert trace.graphs == expected.graphs
+    assert trace.metadata == expected.metadata
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__.strip("_"))
+def test_graphs_and_metadata_are_those_of_all_calls(function: Function, training: bool, dynamic: bool) -> None:
+    def inputs() -> list[Tensor]:
+        torch.manual_seed(0)
+        x, w = torch.randn(4, 4), torch.randn(4, 4)
+        return [x, w.requires_grad_(training)]
+
+    assert_same_traces(function, inputs, dynamic)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_statistics_that_schemas_do_not_name_are_written(training: bool) -> None:
+    torch.manual_seed(0)
+    model = Normalised().train(training)
+    model.frozen.eval()
+
+    def inputs() -> list[Tensor]:
+        return [torch.randn(2, 3, 8, 8)]
+
+    assert_same_traces(model, inputs, dynamic=False)
+
+
+@pytest.mark.parametrize(
+    "function", [_pure, _views, _write_result, _write_input], ids=lambda item: item.__name__.strip("_")
+)
+def test_subclasses_are_traced_as_before(function: Function) -> None:
+    def inputs() -> list[Tensor]:
+        torch.manual_seed(0)
+        return [TwoTensor(torch.randn(4, 4), torch.randn(4, 4)), torch.randn(4, 4)]  # type: ignore[no-untyped-call]
+
+    assert_same_traces(function, inputs, dynamic=False)
+
+
+@pytest.mark.parametrize(("name", "dynamic", "training"), [("gpt2", True, False), ("resnet", False, True)])
+def test_models_are_traced_as_before(name: str, dynamic: bool, training: bool) -> None:
+    case = MODELS[name]
+    model = case.build(seed=0, dropout=training).train(training)
+    names = list(case.inputs(seed=1, training=training))
+
+    def function(*items: Tensor) -> object:
+        return model(**dict(zip(names, items, strict=True)))
+
+    with torch.set_grad_enabled(training):
+        assert_same_traces(function, lambda: list(case.inputs(seed=1, training=training).values()), dynamic)
+
+
+def _executed_calls(function: Function, *inputs: Tensor) -> list[str]:
+    """Names of the calls of a function's Dynamo graph that run for its metadata."""
+    executed: list[str] = []
+
+    def backend(graph_module: GraphModule, examples: Sequence[Any]) -> Any:
+        mode = detect_fake_mode(
+            [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
+        )
+        results = find_known_results(graph_module.graph, mode)
+        assert results is not None
+        executed.extend(node.name for node in graph_module.graph.nodes if node in results.executed)
+        return graph_module.forward
+
+    torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+    return [name for name in executed if not re.match("l_|output", name)]
+
+
+@pytest.mark.parametrize(("function", "calls"), [
+    (_pure, []), (_views, ["t", "getitem", "reshape", "t_1", "getitem_1"]),
+    (_write_by_operand, ["z", "copy_"]),
+])  # fmt: skip
+def test_only_views_and_writes_of_inputs_and_results_run(function: Function, calls: list[str]) -> None:
+    assert _executed_calls(function, torch.randn(4, 4), torch.randn(4, 4)) == calls
