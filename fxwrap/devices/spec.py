@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from fxwrap.torch_compat import multiplies_bfloat16_matrices, multiplies_bytes_exactly
+from fxwrap.torch_compat import multiplies_bfloat16_matrices, multiplies_bfloat16_pairs, multiplies_bytes_exactly
 
 Dtypes: TypeAlias = frozenset[torch.dtype]
 SizesByDtype: TypeAlias = tuple[tuple[torch.dtype, int], ...]
@@ -399,6 +399,8 @@ USER_TRITON = KernelLanguage(
 )
 FX = KernelLanguage("fx", gridless=True, raw_pointer_arguments=False, needs_device_guard=False, takes_regions=True)
 
+_BFLOAT16_ROWS = 16 if multiplies_bfloat16_matrices() else 8 if multiplies_bfloat16_pairs() else 1
+
 CPU = DeviceSpec(
     "cpu",
     CPP.name,
@@ -411,9 +413,9 @@ CPU = DeviceSpec(
         prepacked_dtypes=frozenset({torch.float32, torch.bfloat16}),
     ),
     matmuls=MatmulTraits(
-        generated_rows=((torch.float32, 8), (torch.bfloat16, 16 if multiplies_bfloat16_matrices() else 1)),
+        generated_rows=((torch.float32, 8), (torch.bfloat16, _BFLOAT16_ROWS)),
         generated_bytes=1 << 18,
-        generated_dequantised_rows=((torch.float32, 32), (torch.bfloat16, 32)),
+        generated_dequantised_rows=((torch.float32, 32), (torch.bfloat16, 32), (torch.float16, 32)),
         grouped_dtypes=frozenset({torch.bfloat16}),
         prepacked_dtypes=frozenset(
             {torch.float32, torch.bfloat16, *([torch.int8] if multiplies_bytes_exactly() else [])}

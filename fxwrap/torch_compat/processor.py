@@ -13,6 +13,14 @@ def multiplies_bfloat16_matrices() -> bool:
     return torch.cpu._is_amx_tile_supported()
 
 
+def multiplies_bfloat16_pairs() -> bool:
+    """Whether the processor adds products of two pairs of bfloat16 to a float in one instruction (AVX512_BF16).
+
+    Why: as for `multiplies_bfloat16_matrices`.
+    """
+    return torch.cpu._is_avx512_bf16_supported()
+
+
 def multiplies_bytes_exactly() -> bool:
     """Whether libraries sum products of unsigned and signed bytes exactly (x86 processors with VNNI).
 

@@ -12,7 +12,7 @@ from fxwrap.printers.cpp.operations import print_size
 class MatrixContractionPrinter(ContractionPrinter):
     """A contraction whose factors are bfloat16, as `is_matrix_contraction` says.
 
-    `contractions.h` chooses: matrix instructions, or the loops of other contractions.
+    `matrices.h` chooses: matrix instructions, or products of factors.
     """
 
     columns_of_tile = "matrix_columns"
@@ -20,7 +20,7 @@ class MatrixContractionPrinter(ContractionPrinter):
 
     def print_row_operands(self) -> None:
         """Writes the rows in the form in which tiles multiply them."""
-        axis, (rows, _) = self.tiles.row_axis, self.tiles.tile_rows
+        axis, (rows, rest) = self.tiles.row_axis, self.tiles.tile_rows
         for operand in dict.fromkeys(item.row_operand for item in self.contraction.sums):
             narrow = _narrow_value(self.kernel, operand)
             assert narrow is not None, "operands of matrix contractions are bfloat16"
@@ -30,7 +30,8 @@ class MatrixContractionPrinter(ContractionPrinter):
             text, name = self.statements.index({}), f"{self.statements.name(operand)}_rows"
             size, count = "1" if axis is None else print_size(axis.size), print_size(self.tiles.vector_axis.size)
             first = text(self.first(index, {} if axis is None else {axis: 0}))
-            self.writer.line(f"const MatrixRows<{rows}> {name}({rows_at} + {first}, {text(stride)}, {size}, {count});")
+            kind = f"MatrixRows<{rows}, {rest}>"
+            self.writer.line(f"const {kind} {name}({rows_at} + {first}, {text(stride)}, {size}, {count});")
             self.panels[operand] = name, as_index(0)
 
     def print_column_tile(self) -> None:

@@ -20,6 +20,7 @@ from fxwrap.loop_ir import (
     map_operation,
 )
 from fxwrap.printers.cpp.contractions import ContractionPrinter, plan_contraction
+from fxwrap.printers.cpp.factor_contractions import FactorContractionPrinter, plan_factors
 from fxwrap.printers.cpp.few_rows_streaming import FewRowsPrinter, has_few_rows
 from fxwrap.printers.cpp.flat_rows import flatten_rows
 from fxwrap.printers.cpp.grouped_columns import plan_grouped_columns
@@ -87,8 +88,12 @@ def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments:
     kernel = plan.kernel
     contraction = plan_contraction(kernel)
     if contraction is not None:
-        printer = MatrixContractionPrinter if is_matrix_contraction(contraction) else ContractionPrinter
-        return printer(plan, contraction, writer, origin_comments)
+        if is_matrix_contraction(contraction):
+            return MatrixContractionPrinter(plan, contraction, writer, origin_comments)
+        factors = plan_factors(contraction)
+        if factors is not None:
+            return FactorContractionPrinter(plan, factors, writer, origin_comments)
+        return ContractionPrinter(plan, contraction, writer, origin_comments)
     if not kernel.reduced:
         return PointwisePrinter(plan, writer, origin_comments)
     if kernel.reduces_in_steps:

@@ -33,8 +33,8 @@ INTERFACE_HEADERS = ("bridge.h", "kernel_failure.h")
 KERNEL_HEADER = "kernel.h"
 KERNEL_HEADERS = (
     *("kernel_failure.h", KERNEL_HEADER, "kernel_library.h", "kernel_types.h", "kernel_operations.h"),
-    *("kernel_memory.h", "kernel_reductions.h", "kernel_tiles.h", "contractions.h", "kernel_streaming.h"),
-    *("vector_math.h", "half_blocks.h"),
+    *("kernel_memory.h", "kernel_reductions.h", "kernel_tiles.h", "contractions.h", "factors.h"),
+    *("matrices.h", "kernel_streaming.h", "vector_math.h", "half_blocks.h"),
 )
 PLATFORM = (platform.system(), platform.machine())
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "contractions.h"
+#include "factors.h"
 #include "kernel_library.h"
 #include "kernel_memory.h"
 #include "kernel_operations.h"
@@ -12,3 +13,4 @@
 #include "kernel_streaming.h"
 #include "kernel_tiles.h"
 #include "kernel_types.h"
+#include "matrices.h"
