@@ -8,6 +8,7 @@ from typing import ClassVar, TypeAlias
 import fxwrap.lines as lines
 from fxwrap.devices import line_handlers
 from fxwrap.errors import UnsupportedError
+from fxwrap.torch_compat import UnknownOperatorError
 from fxwrap.wrapper_ir import LineBase, defined, is_release, line_text, stream_of
 
 Handler = Callable[..., None]
@@ -78,7 +79,10 @@ class Converter:
                 self.guard_stack.pop()
             case _:
                 pass
-        getattr(self, METHODS[type(line)])(line)
+        try:
+            getattr(self, METHODS[type(line)])(line)
+        except UnknownOperatorError as error:
+            raise self.unsupported(line, str(error)) from None
 
     def extension(self, line: lines.ExtensionLine) -> None:
         """Converts a line that is not a core line."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from fxwrap.lines.operands import device_error
 from fxwrap.wrapper_ir import UNKNOWN, Effect, EventStep, LineBase, Value, attribute, consume, define, line_class
 
 
@@ -22,6 +23,9 @@ class EnterDevice(LineBase):
 
     device: str = attribute()
     stream: int = attribute(default=0)
+
+    def verify_self(self) -> str | None:
+        return device_error(self.device)
 
 
 @line_class("device.exit")
@@ -56,6 +60,9 @@ class RecordEvent(LineBase):
     def effects(self) -> tuple[Effect, ...]:
         return (UNKNOWN,)
 
+    def verify_self(self) -> str | None:
+        return device_error(self.device)
+
 
 @line_class("device.wait")
 class WaitEvent(LineBase):
@@ -72,3 +79,6 @@ class WaitEvent(LineBase):
 
     def effects(self) -> tuple[Effect, ...]:
         return (UNKNOWN,)
+
+    def verify_self(self) -> str | None:
+        return device_error(self.device)

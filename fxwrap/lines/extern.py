@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fxwrap.lines.operands import alias_error, aliased_operand, writes_error
+from fxwrap.lines.operands import alias_error, aliased_operand, keyword_error, writes_error
 from fxwrap.wrapper_ir import (
     Effect,
     Form,
@@ -54,7 +54,8 @@ class ExternCall(LineBase):
     def verify_self(self) -> str | None:
         if self.outs and self.results:
             return "a call has outs or results, not both"
-        return alias_error(self.results, _operands(self), self.aliases) if self.aliases else None
+        aliases = alias_error(self.results, _operands(self), self.aliases) if self.aliases else None
+        return keyword_error(self.keywords) or aliases
 
 
 @line_class("extern.mutate")
@@ -81,7 +82,8 @@ class Mutate(LineBase):
 
     def verify_self(self) -> str | None:
         operands = _operands(self)
-        return writes_error(operands, self.writes) or alias_error(self.results, operands, self.aliases)
+        aliases = alias_error(self.results, operands, self.aliases)
+        return keyword_error(self.keywords) or writes_error(operands, self.writes) or aliases
 
 
 SCATTER_OPERATORS: Mapping[str, tuple[str, str]] = {

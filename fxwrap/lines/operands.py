@@ -79,6 +79,22 @@ def aliased_operand(results: tuple[Result, ...], aliases: tuple[Value | None, ..
     return next(alias for leaf, alias in zip(leaves(results), aliases) if leaf is result or leaf == result)
 
 
+def keyword_error(keywords: Sequence[tuple[str, Operand]]) -> str | None:
+    """Returns why the keywords of a call are not those of an operator, or None."""
+    names = [name for name, _ in keywords]
+    wrong = [name for name in names if not name.isidentifier() or names.count(name) > 1]
+    return f"'{wrong[0]}' is no name of an argument, or is there twice" if wrong else None
+
+
+def device_error(device: str) -> str | None:
+    """Returns why a text is no device, or None."""
+    try:
+        torch.device(device)
+    except RuntimeError:
+        return f"{device!r} is no device, or its backend is not imported"
+    return None
+
+
 def alias_error(
     results: tuple[Result, ...], operands: Sequence[Operand], aliases: tuple[Value | None, ...]
 ) -> str | None:

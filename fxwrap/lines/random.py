@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fxwrap.lines.operands import device_error
 from fxwrap.wrapper_ir import GENERATOR, Effect, LineBase, Value, attribute, define, line_class, random_effect, read
 
 
@@ -14,6 +15,9 @@ class SaveRngState(LineBase):
 
     result: Value = define()
     device: str = attribute()
+
+    def verify_self(self) -> str | None:
+        return device_error(self.device)
 
     def effects(self) -> tuple[Effect, ...]:
         return (random_effect(self.device),)
@@ -28,6 +32,9 @@ class RestoreRngState(LineBase):
 
     state: Value = read()
     device: str = attribute()
+
+    def verify_self(self) -> str | None:
+        return device_error(self.device)
 
     def effects(self) -> tuple[Effect, ...]:
         return (random_effect(self.device),)
@@ -44,7 +51,9 @@ class ExchangeRngState(LineBase):
     device: str = attribute()
 
     def verify_self(self) -> str | None:
-        return None if self.generator.type == GENERATOR else f"%{self.generator.name} is not a generator"
+        if self.generator.type != GENERATOR:
+            return f"%{self.generator.name} is not a generator"
+        return device_error(self.device)
 
     def effects(self) -> tuple[Effect, ...]:
         return (random_effect(self.device),)

@@ -5,7 +5,22 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fxwrap.symbolic import SymbolInfo, print_expr, symbol_kind
-from fxwrap.wrapper_ir import ASSERT, Effect, Form, LineBase, Size, Tag, Value, attribute, define, line_class, read
+from fxwrap.wrapper_ir import (
+    ASSERT,
+    Effect,
+    Form,
+    LineBase,
+    ListType,
+    Size,
+    Tag,
+    TensorType,
+    Type,
+    Value,
+    attribute,
+    define,
+    line_class,
+    read,
+)
 
 ASSERT_ERRORS = ("RuntimeError", "IndexError", "ValueError", "InputError")
 """The error classes that an assertion may raise."""
@@ -87,11 +102,38 @@ class Bind(LineBase):
     path: tuple[Tag, ...] = attribute(default=(), form=Form.SEQUENCE)
 
     def verify_self(self) -> str | None:
-        known = ("size", "stride", "storage_offset", "element", "divide", "truth")
+        type_: Type | None = self.source.type
         for step in self.path:
-            if step.name not in known:
-                return f"a step of a path is one of {known}, not {step.name}"
+            if step.name not in _PATH_STEPS:
+                return f"a step of a path is one of {tuple(_PATH_STEPS)}, not {step.name}"
+            if not _takes(step):
+                return f"{step.name} of a path takes {_PATH_STEPS[step.name] or 'nothing'}, not {step.arguments}"
+            if step.name in ("size", "stride") and isinstance(type_, TensorType):
+                (dim,) = step.arguments
+                if dim >= len(type_.sizes):  # type: ignore[operator]
+                    return f"%{self.source.name} has no dimension {dim}"
+            type_ = type_.element if step.name == "element" and isinstance(type_, ListType) else None
         return None
+
+
+_PATH_STEPS = {
+    "size": "a dimension", "stride": "a dimension", "storage_offset": "", "element": "an index", "divide": "a divisor",
+    "truth": "",
+}  # fmt: skip
+"""The steps of paths, with the kind of their argument, a number; "" is none. An index may count from the end."""
+
+_LEAST_ARGUMENTS = {"size": 0, "stride": 0, "divide": 1}
+
+
+def _takes(step: Tag) -> bool:
+    """Whether a step has the arguments that it takes."""
+    if not _PATH_STEPS[step.name]:
+        return not step.arguments
+    match step.arguments:
+        case (int() as argument,):
+            return type(argument) is int and argument >= _LEAST_ARGUMENTS.get(step.name, argument)
+        case _:
+            return False
 
 
 @line_class("symbol.assert")

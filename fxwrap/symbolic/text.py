@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 import sympy
-from sympy.logic.boolalg import Boolean
+from sympy.logic.boolalg import Boolean, BooleanAtom, BooleanFunction
 
 from fxwrap import torch_compat
 from fxwrap.caching import bounded_cache
@@ -94,8 +94,11 @@ def read_expr(stream: TokenStream) -> Expression:
 
 def read_size(stream: TokenStream) -> Size:
     """Parses the longest size, but no comparison marks (`<`, `>`, ...). Raises `ParseError`."""
-    atom = _read_lone_atom(stream)
-    return atom if atom is not None else unwrap(_sum(stream))
+    token, atom = stream.peek(), _read_lone_atom(stream)
+    size = atom if atom is not None else unwrap(_sum(stream))
+    if isinstance(size, bool | BooleanAtom | BooleanFunction):
+        raise stream.error("expected a size, found a condition", token)
+    return size
 
 
 def _read_lone_atom(stream: TokenStream) -> Expression | None:

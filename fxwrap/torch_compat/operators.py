@@ -149,11 +149,18 @@ def aten_schema(operator: str, overload: str) -> FunctionSchema | None:
     return getattr(getattr(packet, overload, None), "_schema", None)
 
 
+class UnknownOperatorError(LookupError):
+    """An operator that torch does not have."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__(f"torch has no operator '{target}'; import the library that registers it first")
+
+
 def operator_overload(target: str) -> OpOverload:
     """Returns the overload "namespace.name.overload", not from a cache: a library may have been registered anew.
 
-    Raises LookupError when torch has no such operator: the library that registers it was not imported. Those over
-    symmetric memory are defined when one is looked up.
+    Raises UnknownOperatorError when torch has no such operator: the library that registers it was not imported. Those
+    over symmetric memory are defined when one is looked up.
     """
     namespace, _, rest = target.partition(".")
     if namespace == "symm_mem":
@@ -161,7 +168,7 @@ def operator_overload(target: str) -> OpOverload:
     name, _, overload = rest.rpartition(".")
     operator = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
     if not isinstance(operator, OpOverload):
-        raise LookupError(f"torch has no operator '{target}'; import the library that registers it first")
+        raise UnknownOperatorError(target)
     return operator
 
 

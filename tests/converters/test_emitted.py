@@ -18,7 +18,7 @@ from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.converters.fx.converter import FxConverter
 from fxwrap.converters.interpreter import Interpreter
 from fxwrap.converters.python import PythonConverter
-from fxwrap.errors import GraphModuleError, InputError, PickleError
+from fxwrap.errors import GraphModuleError, InputError, PickleError, UnsupportedError
 from fxwrap.lines import CORE_LINES
 from fxwrap.torch_compat import FakeTensorMode
 
@@ -44,6 +44,38 @@ def test_objects_built_under_fake_mode_hold_real_tensors() -> None:
 def test_every_converter_has_a_method_for_each_core_line(converter: type[Converter]) -> None:
     assert set(METHODS) == set(CORE_LINES)
     assert [name for name in METHODS.values() if not callable(getattr(converter, name, None))] == []
+
+
+EMITTERS = (fxwrap.to_python, fxwrap.to_cpp, fxwrap.to_fx)
+
+
+@pytest.mark.parametrize("emit", EMITTERS)
+def test_names_of_inputs_need_not_be_identifiers(emit: Any) -> None:
+    """They were a SyntaxError of the FX graph's code."""
+    program = fxwrap.verify(
+        fxwrap.parse("""
+program @p(%4: borrowed f32[3]@cpu, %class: borrowed f32[3]@cpu, %a.b: borrowed f32[3]@cpu, %a_b: borrowed f32[3]@cpu) {
+  %5 = extern.call @aten.sub.Tensor(%4, %class) : f32[3]@cpu
+  %in = extern.call @aten.div.Tensor(%a.b, %a_b) : f32[3]@cpu
+  control.return(%5, %in)
+}
+""")
+    )
+    a, b, c, d = inputs = torch.rand(4, 3)
+    for one, other in zip(emit(program).flat(*inputs), (a - b, c / d), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_an_unknown_operator_is_named() -> None:
+    """It was a LookupError."""
+    program = fxwrap.parse("""
+program @p(%x: borrowed f32[3]@cpu) {
+  %y = extern.call @vendor.mixed.default(%x) : f32[3]@cpu
+  control.return(%y)
+}
+""")
+    with pytest.raises(UnsupportedError, match=r"cannot express .*: torch has no operator 'vendor\.mixed\.default'"):
+        fxwrap.to_fx(program)
 
 
 @pytest.mark.parametrize("emitter", ["cpp", "fx", "python"])

@@ -14,6 +14,7 @@ CASES = {
     "unknown element type": ("%y = memory.alloc() : q99[4]@cpu", 2, 25, "unknown dtype 'q99'"),
     "unknown type": ("%y = memory.alloc() : tensor", 2, 25, "unknown type 'tensor'"),
     "unknown device": ("%y = memory.alloc() : f32[4]@gpu", 2, 31, "unknown device 'gpu'"),
+    "a condition for a size": ("%y = memory.alloc() : f32[true]@cpu", 2, 29, "expected a size, found a condition"),
     "wrong number of strides": ("%y = memory.alloc() : f32[4, 2 | 1]@cpu", 2, 28, "2 sizes need 2 strides and one"),
     "missing parenthesis": ("memory.free(%x", 3, 1, "expected ')', found '}'"),
     "undefined value": ("memory.free(%z)", 2, 15, "%z is not defined"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,7 @@ class GraphWriter:
         self.line: LineBase | None = None
         self.accesses: Accesses | None = None  # of memory whose writes have an order
         self.comments: list[str] = []
+        self._parameters: set[str] = set()  # the targets of placeholders
 
     # --- nodes ------------------------------------------------------------------------------------------------------
 
@@ -110,6 +112,9 @@ class GraphWriter:
     def placeholder(self, value: Value | symbolic.SymbolInfo, val: object) -> Node:
         """Adds an input that defines a value or symbol."""
         node = self.node("placeholder", value.name, (), {}, value.name, val)
+        if not value.name.isidentifier() or keyword.iskeyword(value.name) or value.name in self._parameters:
+            node.target = node.name
+        self._parameters.add(str(node.target))
         if isinstance(value, Value):
             node.meta["fxwrap_type"] = value.type
             self.nodes[value.name] = node
