@@ -263,6 +263,35 @@ def test_calls_of_gpu_libraries(operator: Any, flags: tuple[object, ...]) -> Non
     assert split_decoding_attention(prepared, FxPassContext(Options())) is prepared
 
 
+def test_boolean_masks_of_cudnn_hide_keys() -> None:
+    """Some versions of torch add a number where such a mask is False: keys beyond the position are not read."""
+
+    def run(query: Tensor, key: Tensor, value: Tensor, position: Tensor) -> Tensor:
+        mask = (torch.arange(key.shape[2]) <= position).expand(3, -1)
+        bias = torch.where(mask.logical_not(), -65504.0, torch.scalar_tensor(0.0)).expand(1, 2, 3, -1)
+        output: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu.default(query, key, value, attn_mask=bias)[0]
+        return output
+
+    operands = _operands(3, 512, batch=1)
+    inputs = (*operands, torch.tensor([100]))
+    graph = make_fx(run)(*inputs)
+    (call,) = [node for node in graph.graph.nodes if str(node.target) == CPU_CALL]
+    call.target, call.args = (
+        _aten._scaled_dot_product_cudnn_attention.default,
+        (*call.args, call.kwargs["attn_mask"], False),
+    )
+    call.kwargs = {}
+    with torch.no_grad():
+        compiled = fxwrap.compile_graph(graph, inputs, options=dataclasses.replace(PARALLEL, cpu_kernels="triton"))
+    poisoned = [item.clone() for item in operands[1:]]
+    for item in poisoned:
+        item[:, :, 101:] = torch.nan
+    (result,) = compiled(operands[0], *poisoned, inputs[3])
+    torch.testing.assert_close(result, attend(operands[0], *[item[:, :, :101] for item in operands[1:]]))
+    (masked,) = compiled(*operands, torch.tensor([-1]))
+    assert not masked.any()
+
+
 @pytest.mark.parametrize(("batch", "keys", "parts"), [(1, 1024, 16), (3, 700, 8), (4, 8192, 32)])
 def test_parts(batch: int, keys: int, parts: int) -> None:
     """A power of two, so that parts of most lengths have whole blocks of keys; at least 64 keys are a part."""

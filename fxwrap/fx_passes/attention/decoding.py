@@ -17,7 +17,13 @@ from fxwrap.devices import DeviceSpec
 from fxwrap.fx_passes.attention.elements import UnsupportedScoresError, read_buffer
 from fxwrap.fx_passes.attention.flex import has_attention_kernel
 from fxwrap.fx_passes.attention.flex_formulas import result_fakes, single_block
-from fxwrap.fx_passes.attention.library_calls import bias_of, is_readable, library_arguments, without_broadcasts
+from fxwrap.fx_passes.attention.library_calls import (
+    bias_of,
+    hidden_number,
+    is_readable,
+    library_arguments,
+    without_broadcasts,
+)
 from fxwrap.fx_passes.attention.scores import biased_score_functions, computed_bias_functions
 from fxwrap.fx_passes.graph_copy import GraphCopy, size_hint
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
@@ -117,7 +123,7 @@ def _score_functions(
     if bias is None:
         return biased_score_functions(query, None), ()
     try:
-        functions = computed_bias_functions(query, bias, fakes, written)
+        functions = computed_bias_functions(query, bias, fakes, written, hidden_number(node))
     except UnsupportedScoresError:
         buffer = without_broadcasts(copy, before, copy.node_map[bias], name)
         return biased_score_functions(query, copy.fakes[buffer]), (buffer,)

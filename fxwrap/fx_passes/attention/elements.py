@@ -24,7 +24,8 @@ from fxwrap.torch_compat import FakeTensor, FakeTensorMode, LazyGraphModule, OpO
 
 _aten = torch.ops.aten
 
-_FREE_VIEWS = frozenset({"alias", "detach", "expand", "lift_fresh_copy", "squeeze", "unsqueeze"})
+FREE_VIEWS = frozenset({"alias", "detach", "expand", "lift_fresh_copy", "squeeze", "unsqueeze"})
+"""Views whose elements have indices without arithmetic."""
 
 _MAX_OPERATORS = 12
 """The largest number of operators with which a score's bias or mask is computed instead of read."""
@@ -134,6 +135,7 @@ class ElementGraph(ScalarGraph):
     """A graph of scalars that computes elements of tensors of another graph, which writes the storages `written`.
 
     `reads` are the tensors that it reads, and `heads` the number of heads, of which pairs of batch and head consist.
+    `numbers` replace the values of constants.
     """
 
     def __init__(self, query: FakeTensor, fakes: NodeValues, written: Set[int], heads: Any) -> None:
@@ -141,6 +143,7 @@ class ElementGraph(ScalarGraph):
         self.fakes = fakes
         self.written = written
         self.heads = heads
+        self.numbers: dict[Node, float] = {}
         self.reads: dict[tuple[Node, Coordinates], Node] = {}
         self._memo: dict[tuple[Node, Coordinates], Node] = {}
 
@@ -203,7 +206,7 @@ class ElementGraph(ScalarGraph):
     def _viewed(self, node: Node, coordinates: Coordinates) -> tuple[Node, Coordinates] | None:
         """Returns the tensor and coordinates of an element of a view."""
         name = name_of(node)
-        if name not in _FREE_VIEWS or not isinstance(node.target, OpOverload) or not isinstance(node.args[0], Node):
+        if name not in FREE_VIEWS or not isinstance(node.target, OpOverload) or not isinstance(node.args[0], Node):
             return None
         source = node.args[0]
         rank = self.fakes[source].ndim
@@ -219,8 +222,10 @@ class ElementGraph(ScalarGraph):
 
     def _constant(self, node: Node) -> bool | int | float | None:
         """Returns the value of each element of a constant tensor, None for other tensors."""
+        if node in self.numbers:
+            return self.numbers[node]
         if name_of(node) in CONSTANTS:
-            return _filled_value(node)
+            return filled_value(node)
         uniform = uniform_value(node, self.fakes.get, self._is_written)
         if uniform is not None:
             return uniform
@@ -341,9 +346,11 @@ def _product_split(size: Any, heads: Any) -> tuple[Any, Any]:
     return size // heads, heads
 
 
-def _filled_value(node: Node) -> bool | int | float | None:
-    """Returns the value of each element of a constant tensor."""
+def filled_value(node: Node) -> bool | int | float | None:
+    """Returns the value of each element of a constant tensor; None for other tensors."""
     name = name_of(node)
+    if name not in CONSTANTS:
+        return None
     if name in ("ones", "ones_like", "new_ones", "zeros", "zeros_like", "new_zeros"):
         return 1 if "ones" in name else 0
     value = node.args[0] if name == "scalar_tensor" else node.args[2] if name == "new_full" else node.args[1]

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fxwrap.fx_passes.attention.elements import FREE_VIEWS, filled_value
+from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.graph_copy import GraphCopy
 from fxwrap.torch_compat import FakeTensor, arguments_by_name
 
@@ -19,6 +21,13 @@ _LIBRARY_CALLS = frozenset({
 })  # fmt: skip
 
 
+_HIDDEN = -65504.0
+"""The score that torch adds for False of a boolean mask of cuDNN's attention, before a version in which it is infinite.
+
+Rows whose keys are all hidden then attend to all of them, which is torch's issue 177842.
+"""
+
+
 def library_arguments(node: Node) -> dict[str, Any] | None:
     """Returns the arguments of a library's attention by parameter name; None for other nodes."""
     return arguments_by_name(node) if node.target in _LIBRARY_CALLS else None
@@ -28,6 +37,22 @@ def bias_of(arguments: Mapping[str, Any]) -> Node | None:
     """Returns the tensor that is added to the scores, if there is one."""
     bias: Node | None = arguments.get("attn_bias", arguments.get("attn_mask"))
     return bias
+
+
+def hidden_number(node: Node) -> Node | None:
+    """Returns the constant by which torch's conversion of a boolean mask hides keys from a call; None for others."""
+    item = bias_of(library_arguments(node) or {})
+    if node.target is not _aten._scaled_dot_product_cudnn_attention.default:
+        return None
+    while item is not None and name_of(item) in FREE_VIEWS:
+        item = item.args[0] if isinstance(item.args[0], Node) else None
+    if item is None or item.target is not _aten.where.self:
+        return None
+    condition, number, zero = item.all_input_nodes if len(item.all_input_nodes) == 3 else (None,) * 3
+    is_converted = isinstance(condition, Node) and name_of(condition) == "logical_not"
+    if not is_converted or number is None or zero is None or filled_value(zero) != 0:
+        return None
+    return number if filled_value(number) == _HIDDEN else None
 
 
 def is_readable(bias: FakeTensor, query: FakeTensor) -> bool:

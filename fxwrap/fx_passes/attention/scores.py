@@ -63,13 +63,17 @@ def score_functions(
     return ScoreFunctionBuilder(formula, operands, fakes, written).build()
 
 
-def computed_bias_functions(query: FakeTensor, bias: Node, fakes: NodeValues, written: Set[int]) -> ScoreFunctions:
+def computed_bias_functions(
+    query: FakeTensor, bias: Node, fakes: NodeValues, written: Set[int], hidden: Node | None = None
+) -> ScoreFunctions:
     """Returns the functions of scores to which a bias is added, which is computed from what takes no more memory.
 
     The bias has one dimension for each of the last of the score's indices. Until the scores are computed, the graph
-    writes the storages `written`. Raises UnsupportedScoresError where it overwrites what the bias is computed from.
+    writes the storages `written`. `hidden` is a constant of the bias that is minus infinity. Raises
+    UnsupportedScoresError where the graph overwrites what the bias is computed from.
     """
     graph, fake = ElementGraph(query, fakes, written, query.shape[1]), fakes[bias]
+    graph.numbers |= {} if hidden is None else {hidden: -math.inf}
     parts = [*graph.indices][len(graph.indices) - fake.ndim :]
     coordinates = tuple([
         None if size == 1 or (type(stride) is int and stride == 0) else Coordinate(part)
