@@ -17,8 +17,6 @@ from fxwrap.fx_passes.decompositions import decomposition_table
 from fxwrap.fx_passes.training.joint_graph import partitioner
 from fxwrap.lines import IndexPut
 
-OPTIONS = fxwrap.Options()
-
 INTERPOLATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "nearest": partial(F.interpolate, scale_factor=2, mode="nearest"),
     "bilinear": partial(F.interpolate, scale_factor=2, mode="bilinear"),
@@ -30,19 +28,22 @@ INTERPOLATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def trained(function: Callable[[Tensor], Tensor]) -> tuple[list[Any], list[Any], Callable[[Tensor], Tensor]]:
+def trained(
+    function: Callable[[Tensor], Tensor], options: fxwrap.Options | None = None
+) -> tuple[list[Any], list[Any], Callable[[Tensor], Tensor]]:
     """Returns a function's graphs and their programs, filled at its first step, and the function compiled."""
+    options = options or fxwrap.Options()
     graphs: list[Any] = []
     programs: list[Any] = []
 
     def compile_graph(graph: torch.fx.GraphModule, examples: list[Any]) -> Any:
-        compiled = fxwrap.compile_graph(graph, examples, options=OPTIONS)
+        compiled = fxwrap.compile_graph(graph, examples, options=options)
         graphs.append(graph)
         programs.append(compiled.program)
         return lambda *arguments: compiled(*arguments)
 
     backend = aot_autograd(
-        fw_compiler=compile_graph, partition_fn=partitioner(OPTIONS), decompositions=decomposition_table(OPTIONS)
+        fw_compiler=compile_graph, partition_fn=partitioner(options), decompositions=decomposition_table(options)
     )
     return graphs, programs, torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
 

@@ -33,6 +33,7 @@ from fxwrap.fx_passes.training.pooling_offsets import save_window_offsets
 from fxwrap.fx_passes.training.recomputed_dropout import recompute_dropout
 from fxwrap.fx_passes.training.recomputed_norms import recompute_norms
 from fxwrap.fx_passes.training.separable_sums import separate_sums
+from fxwrap.fx_passes.training.unread_operands import drop_unread_operands
 from fxwrap.loop_ir import HALF_PRECISION
 from fxwrap.options import Options, Step, enabled_steps
 from fxwrap.torch_compat import FakeTensor, min_cut_partitioner, storage_identity, without_fake_mode
@@ -396,5 +397,6 @@ JOINT_GRAPH_PASSES: tuple[Step[GraphModule, Options], ...] = (
          separate_sums, "fuse", lambda options: options.fuse),
     Step("compute_known_indices", "compute indices again, if they depend on no input, where values are added at them",
          lambda joint, _options: compute_known_indices(joint)),
+    Step("drop_unread_operands", "save no operand of which the backward reads only the shape", drop_unread_operands),
 )  # fmt: skip
 """The passes over the joint graph of training, before torch's partitioner. They do not run with `partitioner`."""
