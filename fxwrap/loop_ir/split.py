@@ -45,6 +45,7 @@ _MIN_OUTER_PART, _MIN_TILED_PART = 64, 256  # of a column, alone or in tiles of 
 _COLUMNS_PER_PROGRAM = 64  # in a reduction across rows
 _PROGRAMS_PER_MULTIPROCESSOR = 4  # that saturate it
 _FEW_ACCESSES = 4  # of an element: more, as those of a window, are the work of several elements
+_WAITING_ACCESSES = 30
 _MIN_SIDE = 32  # elements of each side of a tile of accesses in two layouts
 _KINDS_WITH_IDENTITY = frozenset({"sum", "prod", "any", "all", "max", "min", "softmax", "argmax", "argmin"})
 
@@ -166,9 +167,14 @@ def _transposed_columns(kernel: Kernel, hint: Callable[[Size], int]) -> tuple[Ax
 
 
 def _element_accesses(kernel: Kernel) -> int:
-    """Returns the number of loads and stores that vary along reduced axes."""
+    """Returns the number of loads and stores that vary along reduced axes.
+
+    One at an index that is loaded counts as many: it waits for that load, and none of a later step comes before it.
+    """
     pairs = zip(kernel.operations, kernel.address_axes, strict=True)
-    return sum(isinstance(item, Load | Store) and not axes.isdisjoint(kernel.reduced) for item, axes in pairs)
+    accesses = [item for item, axes in pairs if isinstance(item, Load | Store) and not axes.isdisjoint(kernel.reduced)]
+    waiting = [item for item in accesses if any(isinstance(atom, IndirectIndex) for atom in item.index.atoms())]
+    return len(accesses) + _WAITING_ACCESSES * len(waiting)
 
 
 def _closest_divisor(size: Size, wanted: int, reach: int, wave: int | None) -> int | None:

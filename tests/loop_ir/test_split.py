@@ -322,3 +322,16 @@ def test_whole_reductions_over_two_layouts_have_tiles_of_both(
     assert split is not None and [(axis.name, axis.size) for axis in split.kernels[0].axes] == parts
     assert has_contiguous_columns(split.kernels[0], hint) == (len(parts) > 1)
     run(kernel, split, torch.randn(channels * pixels, generator=torch.Generator().manual_seed(2)))
+
+
+@pytest.mark.parametrize(("rows", "is_split"), [(16_000, False), (20_000, True)])
+def test_loads_that_wait_for_others_are_the_work_of_many_elements(rows: int, is_split: bool) -> None:
+    """A loss reads a score for each row, at the index of its class: steps of a loop wait for two loads each."""
+    body = KernelBuilder()
+    row = Axis("r", rows)
+    position = body.load("classes", row, I64)
+    score = body.load("scores", as_index(row) * 32 + body.indirect_index(position, 32), F32)
+    body.store("out", 0, body.reduce("sum", score)[0])
+    inputs = [Buffer("classes", I64, rows), Buffer("scores", F32, rows * 32)]
+    kernel = body.finish([], [row], inputs, [Buffer("out", F32, 1)])
+    assert (split_reductions(kernel, hint, MULTIPROCESSORS) is not None) is is_split
