@@ -45,10 +45,14 @@ class KnownResults:
     Fields:
         executed: the nodes that run.
         known: the nodes that an executed one reads and whose example values are their results.
+        repeatable: calls without effects of which the graph writes neither operands nor results.
+        modes: calls that change how the following ones run.
     """
 
     executed: frozenset[Node]
     known: frozenset[Node]
+    repeatable: frozenset[Node]
+    modes: frozenset[Node]
 
 
 def find_known_results(graph: Graph, mode: FakeTensorMode) -> KnownResults | None:
@@ -93,6 +97,12 @@ def _must_run(node: Node, value: object) -> bool:
     if isinstance(target, OpOverload):
         return target.namespace not in ("aten", "prims") or value is None
     return isinstance(target, HigherOrderOperator) or target in _STATE_FUNCTIONS or value is None
+
+
+def _may_change_modes(node: Node, value: object) -> bool:
+    """Whether a call may change how the following ones run: one without a result, and no operator."""
+    is_operator = isinstance(node.target, OpOverload | HigherOrderOperator)
+    return node.op == "call_function" and not is_operator and _must_run(node, value)
 
 
 def _written_operands(node: Node) -> Sequence[Node]:
@@ -181,7 +191,20 @@ class _Planner:
             pending += node.all_input_nodes
             for storage in {*self.storages.get(node, ()), *self._read(node)}:
                 pending += (*self.writers.get(storage, ()), *self.changed.get(storage, ()))
-        return KnownResults(frozenset(executed), frozenset(known))
+        modes = frozenset([node for node in self.nodes if _may_change_modes(node, self.values.get(node))])
+        repeatable = frozenset(filter(self._is_repeatable, self.nodes))
+        if any(node.target is set_grad_enabled for node in modes):
+            repeatable = frozenset()
+        return KnownResults(frozenset(executed), frozenset(known), repeatable, modes)
+
+    def _is_repeatable(self, node: Node) -> bool:
+        """Whether a call without effects has tensors as results, and nothing writes them or its operands."""
+        if self._is_root(node) or node.target is getattr:
+            return False
+        if not all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(self.values[node])):
+            return False
+        touched = {*self.storages[node], *self._read(node)}
+        return touched.isdisjoint(self.writers) and touched.isdisjoint(self.changed)
 
     def _read(self, node: Node) -> set[int]:
         """Returns the storages of a node's operands."""

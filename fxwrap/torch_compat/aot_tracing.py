@@ -20,15 +20,18 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 from torch.utils._pytree import tree_map_only
 
+from fxwrap.torch_compat.repeated_calls import RepeatedCalls
+
 ResultsOf = Callable[[Graph, FakeTensorMode], Any]
 
 
 @contextmanager
 def metadata_from_known_results(find: ResultsOf) -> Iterator[None]:
-    """Lets AOTAutograd run only a part of a Dynamo graph where it collects metadata.
+    """Lets AOTAutograd run a part of a Dynamo graph where it collects metadata, and copy repeated calls of a trace.
 
-    `find` returns the nodes to execute and those whose example values are their results (`executed`, `known`), or None
-    where all must run.
+    `find` returns the nodes to execute and those whose example values are their results (`executed`, `known`), those
+    that may be copied (`repeatable`), and those that change how the following ones run (`modes`); or None where all
+    must run.
     """
     wrappers: Any = graph_capture_wrappers
     original = getattr(wrappers, "PropagateUnbackedSymInts", None)
@@ -36,7 +39,7 @@ def metadata_from_known_results(find: ResultsOf) -> Iterator[None]:
         yield
         return
 
-    class Interpreter(_MetadataInterpreter):
+    class Interpreter(_Interpreter):
         find_results = staticmethod(find)
 
     wrappers.PropagateUnbackedSymInts = Interpreter
@@ -46,22 +49,58 @@ def metadata_from_known_results(find: ResultsOf) -> Iterator[None]:
         wrappers.PropagateUnbackedSymInts = original
 
 
-class _MetadataInterpreter(PropagateUnbackedSymInts):
-    """Runs a Dynamo graph on functional tensors: all of it while it is traced, else what its metadata depends on."""
+class _Interpreter(PropagateUnbackedSymInts):
+    """Runs a Dynamo graph on functional tensors.
+
+    For metadata it runs what that depends on. While a graph without gradients is traced, it copies the traces of calls
+    that repeat earlier ones.
+    """
 
     find_results: ResultsOf
     results: Any = None
+    repeated: RepeatedCalls | None = None
 
     def run(self, *arguments: Any, **options: Any) -> Any:
-        mode = detect_fake_mode()
-        if get_proxy_mode() is None and mode is not None:
-            self.results = self.find_results(self.graph, mode)
+        fakes, proxies = detect_fake_mode(), get_proxy_mode()
+        needs_gradients = torch.is_grad_enabled() and any(
+            isinstance(item, torch.Tensor) and item.requires_grad for item in arguments
+        )
+        if fakes is not None and (proxies is None or not needs_gradients):
+            self.results = self.find_results(self.graph, fakes)
+        if self.results is not None and proxies is not None:
+            self.repeated = RepeatedCalls(proxies.tracer)
         return super().run(*arguments, **options)
 
     def run_node(self, n: Node) -> Any:
-        if self.results is None or n in self.results.executed:
+        if self.results is None:
+            return super().run_node(n)
+        if self.repeated is not None:
+            self.node = n
+            return super().run_node(n)
+        if n in self.results.executed:
             return super().run_node(n)
         return tree_map_only(FakeTensor, _functional_like, n.meta["example_value"]) if n in self.results.known else None
+
+    def fetch_args_kwargs_from_env(self, n: Node) -> tuple[Any, Any]:
+        arguments = super().fetch_args_kwargs_from_env(n)
+        if self.repeated is None or n in self.results.repeatable:
+            return arguments
+        return self.repeated.functional(arguments)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self._call(super().call_function, target, args, kwargs)
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self._call(super().call_method, target, args, kwargs)
+
+    def _call(self, call: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:
+        if self.repeated is None:
+            return call(target, args, kwargs)
+        if self.node in self.results.repeatable:
+            return self.repeated.run(target, args, kwargs, call)
+        if self.node in self.results.modes:
+            self.repeated.enter_state()
+        return call(target, args, kwargs)
 
 
 def _functional_like(example: FakeTensor) -> FunctionalTensor:

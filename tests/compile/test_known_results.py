@@ -13,6 +13,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._guards import TracingContext, detect_fake_mode
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention
 from torch.testing._internal.two_tensor import TwoTensor
@@ -255,12 +256,68 @@ def _data_attribute(x: Tensor, w: Tensor) -> Tensor:
     return y * 2
 
 
+def _layers(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    results = []
+    for _ in range(3):
+        query, key = (x @ w).unflatten(-1, (2, -1)).transpose(0, 1).chunk(2, -1)
+        scores = torch.softmax(torch.einsum("hnk,hmk->hnm", query, key), -1)
+        rotated = torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1)
+        x = functional.layer_norm(x + rotated * scores.mean((0, -1), keepdim=True)[0], (x.shape[-1],))
+        results += [x.view(-1)[: x.shape[0]], functional.dropout(scores, 0.0)]
+    return *results, x
+
+
+def _layers_in_modes(x: Tensor, w: Tensor) -> Tensor:
+    y = functional.linear(x, w)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = functional.linear(x, w) + y
+    with torch.autocast("cpu", torch.float16):
+        y = functional.linear(x, w) + y
+    y = functional.linear(x, w) + y
+    with torch.no_grad():
+        return functional.linear(x, w) + y
+
+
+def _operands_of_one_storage(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y, z = x @ w, x @ w
+    pairs = [(y, z), (y, y.view_as(y)), (y.view_as(y), y), (z, z), (y[:2], y[2:]), (y[:2], z[2:])]
+    return (
+        *[torch.add(*pair) for pair in pairs],
+        *torch.broadcast_tensors(y, y.view_as(y)),
+        *torch.broadcast_tensors(y, z),
+    )
+
+
+def _numbers(x: Tensor, w: Tensor) -> Tensor:
+    for factor in (1, True, 1.0, -0.0, 0.0, 1, 1.0):
+        x = torch.add(x, w, alpha=factor) * factor
+    return x.sum(0, False) + x.sum(0, 1)
+
+
+def _repeated_writes(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    for _ in range(2):
+        y = x @ w
+        z = functional.relu(y.t(), inplace=True)
+        x.add_(1)
+        x = x + functional.embedding(torch.tensor([0, 1, 2, 3]), y)
+    return x, z
+
+
+def _repeated_tuples(x: Tensor, w: Tensor) -> Tensor:
+    for _ in range(2):
+        values, indices = (x @ w).topk(2)
+        deviation, mean = torch.std_mean(x, -1, keepdim=True)
+        x = x * values.sum() + indices.sum() + deviation - mean + torch.var(x) + x.max(0).values
+    return x
+
+
 FUNCTIONS: tuple[Function, ...] = (
     _pure, _views, _view_without_base, _several_views, _duplicates, _write_input, _write_input_by_result,
     _write_view_of_input, _write_without_gradients, _write_result, _write_returned, _write_by_operand,
     _transposed_in_place, _metadata_of_input, _modes, _ends_without_gradients, _needs_gradients, _random, _sizes, _data,
     _item, _constants, _complex, _sparse, _tuples, _custom, _autograd_function, _checkpointed, _conditional, _attention,
-    _transforms, _checked, _embedding, _foreach, _data_attribute,
+    _transforms, _checked, _embedding, _foreach, _data_attribute, _layers, _layers_in_modes, _operands_of_one_storage,
+    _numbers, _repeated_writes, _repeated_tuples,
 )  # fmt: skip
 
 
@@ -326,8 +383,13 @@ def _trace(function: Function, inputs: Sequence[Tensor], dynamic: bool, known_re
 
 
 def graph_text(graph_module: GraphModule) -> str:
-    """The nodes of a graph with targets, arguments, layouts and groups of results that share a storage."""
+    """The calls of a graph with targets, arguments, layouts and groups of results that share a storage.
+
+    Nodes are numbered, as their names count dead ones too. Symbolic numbers are expressions: whether one is computed
+    once or twice does not matter.
+    """
     groups: dict[int, int] = {}
+    numbers: dict[Node, str] = {}
 
     def describe(value: object) -> str:
         if not isinstance(value, Tensor):
@@ -339,12 +401,18 @@ def graph_text(graph_module: GraphModule) -> str:
         layout = f"{tuple(value.shape)} {value.stride()} {value.storage_offset()}"
         return f"{layout} {value.dtype} {value.device} {value.requires_grad} {value.is_conj()} in {group}"
 
-    def line(node: Node) -> str:
-        origin = (node.meta.get("original_aten"), node.meta.get("nn_module_stack"), node.meta.get("stack_trace"))
-        text = f"{node.op} {node} {node.target} {node.args} {node.kwargs} : {describe(node.meta.get('val'))} {origin}"
-        return re.sub("0x[0-9a-f]+", "", text)
-
-    return "\n".join(map(line, graph_module.graph.nodes))
+    lines = []
+    for node in graph_module.graph.nodes:
+        value = node.meta.get("val")
+        is_symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+        numbers[node] = str(value) if is_symbolic else f"%{len(lines)}"
+        if is_symbolic and node.op != "placeholder":
+            continue
+        origin = [node.meta.get(name) for name in ("original_aten", "nn_module_stack", "stack_trace", "torch_fn")]
+        arguments = map_arg((node.args, node.kwargs), lambda item: numbers[item])
+        text = f"{node.op} {node.target} {arguments} : {describe(value)} {origin} {node.meta.get('tensor_meta')}"
+        lines.append(re.sub("0x[0-9a-f]+", "", text))
+    return "\n".join(lines)
 
 
 def assert_same_traces(function: Function, inputs: Callable[[], list[Tensor]], dynamic: bool) -> None:
