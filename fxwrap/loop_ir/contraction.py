@@ -13,7 +13,19 @@ from dataclasses import dataclass, replace
 import torch
 
 from fxwrap.loop_ir.atoms import Axis, IndirectIndex
-from fxwrap.loop_ir.kernel import Compute, DeviceAssert, Kernel, Load, Reduce, Store, indices, operands, operation_dtype
+from fxwrap.loop_ir.kernel import (
+    Compute,
+    Constant,
+    DeviceAssert,
+    Kernel,
+    Load,
+    Reduce,
+    Store,
+    indices,
+    operands,
+    operation_dtype,
+)
+from fxwrap.loop_ir.offsets import linearize_index
 from fxwrap.symbolic import Size, product
 
 
@@ -210,6 +222,24 @@ def find_grouped_contraction(kernel: Kernel) -> ContractionForm | None:
             batch, own_columns = [tuple([axis for axis in axes if axis in own]) for axes in (form.batch, form.columns)]
             return replace(form, batch=batch, rows=rows, columns=own_columns, group=group)
     return None
+
+
+def has_ascending_groups(form: ContractionForm) -> bool:
+    """Whether the groups of a grouped contraction's rows ascend in row-major order: each group is consecutive rows."""
+    kernel = form.kernel
+    if form.group is None:
+        return False
+    operation = kernel.operations[form.group.operation]
+    while isinstance(operation, Compute) and operation.name in ("cast", "maximum", "minimum"):
+        others = [at for at in operation.operands if not isinstance(kernel.operations[at], Constant)]
+        if len(others) != 1:
+            return False
+        operation = kernel.operations[others[0]]
+    if not isinstance(operation, Load) or operation.mask is not None:
+        return False
+    position = linearize_index(form.rows, [axis.size for axis in form.rows])
+    is_ascending = any(item.is_ascending for item in kernel.inputs if item.name == operation.buffer)
+    return is_ascending and operation.index == position
 
 
 def group_dependent(kernel: Kernel, group: int) -> frozenset[int]:

@@ -17,6 +17,7 @@ from fxwrap.loop_ir.kernel import (
     DeviceAssert,
     IndexValue,
     Kernel,
+    KernelError,
     Load,
     Operation,
     Reduce,
@@ -35,8 +36,12 @@ def evaluate_kernel(
 ) -> None:
     """Runs a kernel on flat CPU tensors by buffer name, and writes its outputs. `numbers` are its symbols' values.
 
-    Each operation materialises the whole index space. An unmasked access out of a buffer's bounds raises IndexError.
+    Each operation materialises the whole index space. An unmasked access out of a buffer's bounds raises IndexError, an
+    input that does not ascend although the kernel says so raises KernelError.
     """
+    for buffer in kernel.inputs:
+        if buffer.is_ascending and (buffers[buffer.name].diff() < 0).any():
+            raise KernelError(f"the elements of '{buffer.name}' do not ascend")
     _Evaluator(kernel, buffers, numbers or {}).run()
 
 

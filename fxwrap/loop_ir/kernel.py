@@ -149,11 +149,15 @@ Operation: TypeAlias = ValueOperation | Store | DeviceAssert
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A tensor argument of a kernel. `extent` is the distance from its first to its last element, plus one."""
+    """A tensor argument of a kernel. `extent` is the distance from its first to its last element, plus one.
+
+    `is_ascending` states that no element is less than the one before it, as the groups of rows that are sorted by group.
+    """
 
     name: str
     dtype: torch.dtype
     extent: Size
+    is_ascending: bool = False
 
 
 class KernelError(FxwrapError):
@@ -482,14 +486,18 @@ def _operand_list(used: tuple[int, ...]) -> str:
     return " ".join([f"%{position}" for position in used])
 
 
+def _buffer_text(buffer: Buffer) -> str:
+    text = f"{buffer.name}: {DTYPE_NAMES[buffer.dtype]}[{print_expr(buffer.extent)}]"
+    return f"{text} ascending" if buffer.is_ascending else text
+
+
 def print_kernel(kernel: Kernel) -> str:
     """Returns a kernel's text, one operation per line, with its origin as a comment."""
     space, reduced = [
         ", ".join([f"{axis.name}: {print_expr(axis.size)}" for axis in axes]) for axes in (kernel.axes, kernel.reduced)
     ]
     buffers, outs = [
-        ", ".join([f"{item.name}: {DTYPE_NAMES[item.dtype]}[{print_expr(item.extent)}]" for item in items])
-        for items in (kernel.inputs, kernel.outputs)
+        ", ".join(map(_buffer_text, items)) for items in (kernel.inputs, kernel.outputs)
     ]
     head = f"kernel({buffers}) -> ({outs}) for [{space}]" + (f" reduce [{reduced}]" if kernel.reduced else "")
     lines = []

@@ -38,7 +38,7 @@ _HEAD = re.compile(
     r"kernel\((?P<inputs>.*)\) -> \((?P<outputs>.*)\) for \[(?P<axes>.*?)\](?: reduce \[(?P<reduced>.*)\])? \{$"
 )
 _LINE = re.compile(r"  (?:%(?P<position>\d+) = )?(?P<operation>.*?)(?:  # (?P<origin>[^\n'\"]*))?$")
-_BUFFER = re.compile(r"(\w+): (\w+)\[(.*)\]$")
+_BUFFER = re.compile(r"(\w+): (\w+)\[(.*)\]( ascending)?$")
 _LOAD = re.compile(r"load (\w+)\[(.*)\](?: if %(\d+) else (\S+))?$")
 _STORE = re.compile(rf"store(?: ({'|'.join(STORE_MODES)}))? (\w+)\[(.*)\] %(\d+)(?: if %(\d+))?$")
 _REQUIRE = re.compile(r"require(?: (\w+))? %(\d+) (['\"].*['\"])(?: if %(\d+))?$")
@@ -97,8 +97,8 @@ def _buffers(text: str) -> tuple[Buffer, ...]:
     for part in _parts(text):
         match = _BUFFER.match(part)
         if match is None:
-            raise _error("a buffer is 'name: dtype[extent]'", part)
-        buffers.append(Buffer(match[1], _dtype(match[2]), parse_size(match[3])))
+            raise _error("a buffer is 'name: dtype[extent]', perhaps 'ascending'", part)
+        buffers.append(Buffer(match[1], _dtype(match[2]), parse_size(match[3]), bool(match[4])))
     return tuple(buffers)
 
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 
 from fxwrap.devices import CUDA
-from fxwrap.loop_ir import FLOAT8, IndirectIndex, Kernel, Load, find_grouped_contraction
+from fxwrap.loop_ir import FLOAT8, IndirectIndex, Kernel
 from fxwrap.printers import KernelRequest, PrintedKernel
 from fxwrap.runtime.cache_folder import read_cache_file, write_cache_file
 from fxwrap.runtime.cpp_kernels import KernelText
@@ -37,15 +37,12 @@ _PROGRAM_BYTES_PER_SECOND = 25e9
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """A buffer of a kernel: dtype, number of elements and the exclusive upper bound of integers in it.
-
-    `is_sorted` is whether the integers ascend, as the groups of rows.
-    """
+    """A buffer of a kernel: dtype, number of elements, the exclusive upper bound of integers, whether these ascend."""
 
     dtype: torch.dtype
     count: int
     upper_bound: int
-    is_sorted: bool = False
+    is_ascending: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,6 @@ def make_tuning_task(key: str, request: KernelRequest, candidates: Sequence[Prin
     """Returns the task of timing a requested kernel in these configurations."""
     kernel, hint = request.kernel, request.hint
     upper_bound = _index_upper_bound(request)
-    groups = _group_buffers(kernel)
     scalars = [(symbol, _DEFAULT_SCALARS.get(symbol_kind(symbol.name))) for symbol in kernel.symbols]
     return TuningTask(
         key,
@@ -102,21 +98,12 @@ def make_tuning_task(key: str, request: KernelRequest, candidates: Sequence[Prin
         request.device,
         tuple(
             [
-                BufferSpec(item.dtype, hint(item.extent), upper_bound, item.name in groups)
+                BufferSpec(item.dtype, hint(item.extent), upper_bound, item.is_ascending)
                 for item in (*kernel.inputs, *kernel.outputs)
             ]
         ),
         tuple([hint(symbol) if scalar is None else scalar for symbol, scalar in scalars]),
     )
-
-
-def _group_buffers(kernel: Kernel) -> frozenset[str]:
-    """Returns the buffers that hold the groups of the rows of a grouped contraction."""
-    contraction = find_grouped_contraction(kernel) if kernel.reduced else None
-    if contraction is None or contraction.group is None:
-        return frozenset()
-    loads = [kernel.operations[at] for at in contraction.prologue(contraction.group.operation)]
-    return frozenset([item.buffer for item in loads if isinstance(item, Load)])
 
 
 def _index_upper_bound(request: KernelRequest) -> int:
@@ -331,4 +318,4 @@ def _random(buffer: BufferSpec, device: torch.device, generator: torch.Generator
     if buffer.dtype is torch.bool:
         return tensor.random_(0, 2, generator=generator)
     tensor.random_(0, min(buffer.upper_bound, torch.iinfo(buffer.dtype).max), generator=generator)
-    return tensor.sort().values if buffer.is_sorted else tensor
+    return tensor.sort().values if buffer.is_ascending else tensor

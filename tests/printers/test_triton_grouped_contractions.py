@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
-from fxwrap.loop_ir import Kernel, find_contraction, find_grouped_contraction, parse_kernel
-from fxwrap.printers.triton import DotConfiguration, configurations
+from fxwrap.loop_ir import (
+    Kernel,
+    KernelError,
+    evaluate_kernel,
+    find_contraction,
+    find_grouped_contraction,
+    has_ascending_groups,
+    parse_kernel,
+)
+from fxwrap.printers.triton import DotConfiguration, GroupBlockConfiguration, configurations, print_triton
 from tests.printers.test_triton_printer_compile import instructions
 from tests.printers.triton_kernels import check
 
@@ -81,8 +91,94 @@ def test_programs_go_through_bands_of_rows(rows_first: bool) -> None:
         assert f"tl.minimum(3 - band, {band})" in source
 
 
-def test_every_configuration_is_correct() -> None:
-    kernel = parse_kernel(GROUPED)
+def blocks_of_groups(kernel: Kernel, rows_first: bool, block: int) -> GroupBlockConfiguration:
+    """Blocks of rows of one group each, of four groups."""
+    *rows, column = kernel.axes
+    y, x = ((*rows,), (column,)) if rows_first else ((column,), (*rows,))
+    y_block, x_block = (block, 16) if rows_first else (16, block)
+    return GroupBlockConfiguration(
+        x=x, y=y, x_block=x_block, y_block=y_block, r_block=32, num_stages=2, rows=tuple(rows), groups=4
+    )
+
+
+def ascending(text: str) -> str:
+    """Returns a kernel whose groups ascend."""
+    return text.replace("group: i64[37]", "group: i64[37] ascending").replace("i64[38]", "i64[38] ascending")
+
+
+@pytest.mark.parametrize("rows_first", [True, False])
+@pytest.mark.parametrize("text", [GROUPED, QUANTISED, SEVERAL], ids=["bias", "dequantised", "several"])
+def test_blocks_have_rows_of_one_group(text: str, rows_first: bool) -> None:
+    """Groups are empty, of one row, shorter and longer than a block, begin with a window, or have all rows."""
+    kernel = parse_kernel(ascending(text))
+    count = math.prod(int(axis.size) for axis in kernel.axes[:-1])
+    for sizes in ([5, 20, 0, count - 25], [0, 1, 16, count - 17], [0, 0, 0, count], [count, 0, 0, 0]):
+        groups = torch.arange(4).repeat_interleave(torch.tensor(sizes))
+        for block in (8, 32):
+            source = check(kernel, blocks_of_groups(kernel, rows_first, block), {"group": groups}, tolerance=1e-3)
+            assert source.count("tl.dot") == 1
+
+
+@pytest.mark.parametrize("rows", [0, 1, 9, 40])
+def test_blocks_of_one_group_of_any_number_of_rows(rows: int) -> None:
+    text = ascending(GROUPED).replace("i: 37", "i: s0").replace("i64[37]", "i64[s0]").replace("37*", "s0*")
+    kernel = parse_kernel(text)
+    groups = torch.arange(rows) * 4 // max(rows, 1)
+    check(kernel, blocks_of_groups(kernel, True, 8), {"group": groups}, {"s0": rows}, tolerance=1e-3)
+
+
+def test_windows_of_rows_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxwrap.printers.triton.group_blocks._MAX_WINDOWS", 2)
+    kernel = parse_kernel(ascending(GROUPED))
+    source = check(kernel, blocks_of_groups(kernel, True, 8), {"group": GROUPS}, tolerance=1e-3)
+    assert "in tl.range(0, 5, 2)" in source
+
+
+def test_there_are_blocks_for_all_windows_and_further_groups() -> None:
+    kernel = parse_kernel(ascending(GROUPED))
+    printed = print_triton(kernel, blocks_of_groups(kernel, True, 8))
+    assert printed.grid == ((5 + 3) * 2, 1, 1)
+
+
+def edges(count: int) -> Sequence[tuple[str, bool]]:
+    return [(f"group: i64[{count}] ascending", True), (f"group: i64[{count}]", False)]
+
+
+def test_groups_ascend_that_the_kernel_says_to_ascend() -> None:
+    for old, expected in edges(37):
+        kernel = parse_kernel(GROUPED.replace("group: i64[37]", old))
+        form = find_grouped_contraction(kernel)
+        assert form is not None and has_ascending_groups(form) is expected
+        assert any(isinstance(item, GroupBlockConfiguration) for item in configurations(kernel)) is expected
+        assert str(parse_kernel(str(kernel))) == str(kernel)
+    reversed_rows = parse_kernel(ascending(GROUPED).replace("load group[i]", "load group[-i + 36]"))
+    form = find_grouped_contraction(reversed_rows)
+    assert form is not None and not has_ascending_groups(form)
+
+
+def test_the_evaluator_checks_that_buffers_ascend() -> None:
+    kernel = parse_kernel(ascending(GROUPED))
+    buffers = {item.name: torch.zeros(int(item.extent), dtype=item.dtype) for item in (*kernel.inputs, *kernel.outputs)}
+    evaluate_kernel(kernel, buffers | {"group": GROUPS})
+    with pytest.raises(KernelError, match="the elements of 'group' do not ascend"):
+        evaluate_kernel(kernel, buffers | {"group": GROUPS.flip(0)})
+
+
+@pytest.mark.parametrize("rows_first", [True, False])
+def test_infinite_elements_of_a_group_stay_in_its_rows(rows_first: bool) -> None:
+    """Products of zeros and infinite elements are NaN: rows of other groups in a tile must not have them."""
+    weights = torch.randn(4, 24 * 40, generator=torch.Generator().manual_seed(1)).half()
+    weights[2] = float("inf")
+    for text in (GROUPED, ascending(GROUPED)):
+        kernel = parse_kernel(text)
+        configuration = blocks_of_groups(kernel, rows_first, 16) if "ascending" in text else tile(kernel, rows_first)
+        inputs = {"group": GROUPS, "w": weights.flatten()}
+        check(kernel, configuration, inputs, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("text", [GROUPED, ascending(GROUPED)], ids=["any_order", "ascending"])
+def test_every_configuration_is_correct(text: str) -> None:
+    kernel = parse_kernel(text)
     candidates = configurations(kernel)
     assert any(isinstance(item, DotConfiguration) for item in candidates)
     for item in dict.fromkeys([replace(item, num_stages=1, num_warps=4) for item in candidates]):

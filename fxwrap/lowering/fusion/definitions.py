@@ -121,10 +121,14 @@ class ReductionSource:
 
 @dataclass(frozen=True, eq=False)
 class Reduced(Definition):
-    """Result number `part` of a reduction. Its sizes are the source's parallel sizes."""
+    """Result number `part` of a reduction. Its sizes are the source's parallel sizes.
+
+    `is_ascending` states that no element is less than the one before it.
+    """
 
     source: ReductionSource
     part: int = 0
+    is_ascending: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -232,7 +232,8 @@ class _PlannedKernelBuilder:
         name = self.names.get(value.name)
         if name is None:
             name = self.names[value.name] = f"in{len(self.inputs)}"
-            self.inputs.append((_buffer(name, value), value))
+            is_ascending = isinstance(definition, Reduced) and definition.is_ascending
+            self.inputs.append((replace(_buffer(name, value), is_ascending=is_ascending), value))
         index = strided_index(at, value.tensor_type.strides)
         return self.reader.body.load(name, index, definition.dtype, other).to(definition.compute_dtype)
 

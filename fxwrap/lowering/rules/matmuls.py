@@ -8,6 +8,7 @@ once, after what is fused with them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -187,7 +188,7 @@ def _groups_of_rows(call: OperatorCall, offsets: Definition, rows: Size) -> Defi
 
     def define() -> Definition:
         (groups,) = reduction("sum", (rows,), offsets.sizes, call.device, torch.int64, ends_before, (torch.int32,))
-        return groups
+        return replace(groups, is_ascending=True)
 
     return call.share(("groups of rows", offsets, rows), define)
 

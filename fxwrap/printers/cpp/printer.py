@@ -8,7 +8,6 @@ from dataclasses import replace
 from fxwrap.devices.kernel_names import make_function_name
 from fxwrap.loop_ir import (
     Axis,
-    Buffer,
     Index,
     Kernel,
     KernelError,
@@ -147,7 +146,7 @@ def _rename(kernel: Kernel, names: dict[str, str]) -> Kernel:
     return Kernel(
         tuple([axes[axis] for axis in kernel.axes]),
         tuple([axes[axis] for axis in kernel.reduced]),
-        tuple([Buffer(names[item.name], item.dtype, item.extent) for item in kernel.inputs]),
-        tuple([Buffer(names[item.name], item.dtype, item.extent) for item in kernel.outputs]),
+        tuple([replace(item, name=names[item.name]) for item in kernel.inputs]),
+        tuple([replace(item, name=names[item.name]) for item in kernel.outputs]),
         tuple([buffer(operation) for operation in kernel.operations]),
     )

@@ -9,9 +9,9 @@ The way of a kernel, by module:
    - elements and reductions: `tile_printer.py`, in tiles whose offsets `tile_offsets.py` prints, with `interleaved.py`
      for accesses of wide blocks, `row_loads.py` for loads of vectors, and `row_parts.py` for rows whose columns are
      accumulated;
-   - contractions: `contractions.py` (dots), on the loads of `shared_elements.py`; `group_sums.py` and its variants
-     `row_group_sums.py` and `fragment_sums.py` for sums of groups of quantised weights, on `fragment_blocks.py`,
-     `fragment_operands.py` and `fragment_loads.py`;
+   - contractions: `contractions.py` (dots), on the loads of `shared_elements.py`, with `group_blocks.py` for rows in
+     groups; `group_sums.py` and its variants `row_group_sums.py` and `fragment_sums.py` for sums of groups of quantised
+     weights, on `fragment_blocks.py`, `fragment_operands.py` and `fragment_loads.py`;
    - streaming reductions: `streaming.py`, on the values of `streaming_values.py` and the blocks of `blocks.py`.
 
    All extend `kernel_writer.KernelWriter`, which has the lines, names and parameters, and use `operations.py` for

@@ -80,8 +80,12 @@ class DotPrinter(ContractionLoadPrinter):
         if self.whole.outer and not parts:
             program = self._emit_outer_axes(program, f"({blocks[y]} * {blocks[x]})")
         for item, offset in self._block_numbers(program, y, x, blocks, parts).items():
-            self._emit_block_offsets(item, f"{parenthesize(offset)} * {item.block_constant}")
+            self._emit_block_offsets(item, self._block_start(item, offset))
         self.dimension_masks = {self.tile.dimensions[number].name: name for number, name in self.masks.items()}
+
+    def _block_start(self, dimension: Dimension, number: str) -> str:
+        """Returns the text of the first position of the block of a number."""
+        return f"{parenthesize(number)} * {dimension.block_constant}"
 
     def _has_parts(self) -> bool:
         """Whether the axes with one element a program are columns."""
@@ -144,11 +148,7 @@ class DotPrinter(ContractionLoadPrinter):
         for position in sorted(set().union(*prologues) - of_group):
             if not self.is_summed[position]:
                 self._operation(position, looped=True)
-        for item in sums:
-            (name,) = self._result_names(item.reduction)
-            y, x = self._dimension("y"), self._dimension("x")
-            dtype = TRITON_DTYPES[operation_dtype(kernel.operations[item.reduction])]
-            self.line(f"{name} = tl.zeros(({y.block_constant}, {x.block_constant}), {dtype})")
+        self._emit_zeros()
         if self.contraction.group is None:
             self._emit_sums(targets, prologues, self.index_printer.size(self._dimension("r").size))
         else:
@@ -159,6 +159,14 @@ class DotPrinter(ContractionLoadPrinter):
             if position not in done and not self.is_summed[position]:
                 self._operation(position, looped=True)
         self.tile = self.whole
+
+    def _emit_zeros(self) -> None:
+        """Prints the sums before their first products."""
+        y, x = self._dimension("y"), self._dimension("x")
+        for item in self.contraction.sums:
+            (name,) = self._result_names(item.reduction)
+            dtype = TRITON_DTYPES[operation_dtype(self.kernel.operations[item.reduction])]
+            self.line(f"{name} = tl.zeros(({y.block_constant}, {x.block_constant}), {dtype})")
 
     def _is_row(self, dimension: Dimension) -> bool:
         """Whether row reductions combine results along a dimension: that of all columns that they reduce."""
@@ -177,9 +185,9 @@ class DotPrinter(ContractionLoadPrinter):
         prologues: list[set[int]],
         of_group: frozenset[int],
     ) -> None:
-        """Prints the loop over the groups of a tile's rows: the rows of other groups are zeros, which add nothing."""
-        row_name, column_name = "yx" if self._rows_are_first() else "xy"
-        position, rows = group.operation, self._value(group.operation)
+        """Prints the loop over the groups of a tile's rows, whose sums are selected from those of each group."""
+        row_name = "y" if self._rows_are_first() else "x"
+        rows = self._value(group.operation)
         number = self.tile.dimensions.index(self._dimension(row_name))
         names = ("first", "last", "number", "group", "members")
         first, last, number_name, one, members = [self._stable_name(name) for name in names]
@@ -196,17 +204,38 @@ class DotPrinter(ContractionLoadPrinter):
         size = self.index_printer.size(self._dimension("r").size)
         steps = self._stable_name("steps")
         self.line(f"{steps} = tl.where(tl.max({members}.to(tl.int32)) > 0, {size}, 0)")
-        self.text[position] = one
-        saved = dict(self.dimension_masks)
-        self._enter("rx" if column_name == "x" else "yr")
+        saved, results = dict(self.dimension_masks), dict(self.results)
+        for item in self.contraction.sums:
+            self.results[item.reduction] = [self._stable_name(f"{results[item.reduction][0]}_of_group")]
+        self._emit_zeros()
+        self.dimension_masks[row_name] = members
+        self._emit_sums_of_group(one, targets, prologues, of_group, steps)
+        self.dimension_masks = saved
+        for item in self.contraction.sums:
+            (of_one,), (total,) = self.results[item.reduction], results[item.reduction]
+            self.line(f"{total} = tl.where({members}, {of_one}, {total})")
+            self.results[item.reduction] = [total]
+        self.depth -= 1
+
+    def _emit_sums_of_group(
+        self,
+        number: str,
+        targets: tuple[set[int], set[int]],
+        prologues: list[set[int]],
+        of_group: frozenset[int],
+        count: str,
+    ) -> None:
+        """Prints the loop over `count` elements of the reduced axes for rows of the group of a number."""
+        group = self.contraction.group
+        assert group is not None, "only grouped contractions have groups"
+        rows = self._value(group.operation)
+        self.text[group.operation] = number
+        self._enter("rx" if self._rows_are_first() else "yr")
         for item in sorted(of_group):
             if not self.is_summed[item]:
                 self._operation(item, looped=True)
-        self.dimension_masks[row_name] = members
-        self._emit_sums(targets, prologues, steps)
-        self.dimension_masks = saved
-        self.text[position] = rows
-        self.depth -= 1
+        self._emit_sums(targets, prologues, count)
+        self.text[group.operation] = rows
 
     def _emit_sums(self, targets: tuple[set[int], set[int]], prologues: list[set[int]], count: str) -> None:
         """Prints the loop over `count` elements of the reduced axes, which adds the products of blocks."""
@@ -345,10 +374,8 @@ class DotPrinter(ContractionLoadPrinter):
         return self._dimension("y").axes == self.contraction.rows
 
     def _filled_dimensions(self, r: Dimension) -> list[int]:
-        """Returns the dimensions of a block outside of which operands are zero: r, and the rows of a group."""
-        dimensions = self.tile.dimensions
-        grouped = self.contraction.group is not None
-        return [n for n, item in enumerate(dimensions) if item is r or (grouped and item.axes == self.contraction.rows)]
+        """Returns the dimensions of a block outside of which operands are zero."""
+        return [self.tile.dimensions.index(r)]
 
     def _eviction_policy(self, operation: Load, again: bool, last_use: bool) -> str:
         """Returns the policy of a load: elements that one program reads leave the cache first."""

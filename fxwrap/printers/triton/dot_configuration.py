@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.loop_ir import FLOAT8, ContractionForm, Kernel, Load
+from fxwrap.loop_ir import FLOAT8, ContractionForm, Kernel, Load, has_ascending_groups
 from fxwrap.printers.triton.accesses import Hint, full_tile_loads
 from fxwrap.printers.triton.column_configuration import is_outer_reduction
 from fxwrap.printers.triton.contraction_queries import (
@@ -23,7 +24,13 @@ from fxwrap.printers.triton.contraction_queries import (
 from fxwrap.printers.triton.group_sum_configuration import group_sum_configurations, split_sum_configurations
 from fxwrap.printers.triton.row_configuration import inner_reduction_configurations
 from fxwrap.printers.triton.shared_memory import fitting
-from fxwrap.printers.triton.tiling import Configuration, DotConfiguration, TileConfiguration, next_power_of_2
+from fxwrap.printers.triton.tiling import (
+    Configuration,
+    DotConfiguration,
+    GroupBlockConfiguration,
+    TileConfiguration,
+    next_power_of_2,
+)
 from fxwrap.symbolic import product
 
 _MATVEC_BLOCKS = ((1, 4096, 8, 1), (1, 2048, 4, 1), (4, 512, 4, 3), (2, 2048, 8, 1))
@@ -52,6 +59,9 @@ _GROUPED_TILES = (
     (64, 256, 4, 3), (16, 128, 2, 5),
 )  # fmt: skip
 """The same as `_FEW_ROWS_TILES` of rows in groups."""
+
+_MIN_GROUP_ROWS = 8
+"""The average rows of a group from which on blocks of rows have one group: of fewer, most rows of a block are none."""
 
 _GROUPED_ROW_BLOCK = (4, 1024, 2)
 """Columns, elements of a column and warps of a row that has a matrix of its own."""
@@ -133,7 +143,8 @@ def dot_configurations(contraction: ContractionForm, hint: Hint, spec: DeviceSpe
 def grouped_dot_configurations(contraction: ContractionForm, hint: Hint, spec: DeviceSpec) -> Sequence[Configuration]:
     """Returns configurations of rows in groups: tiles of about the rows of a group, and rows by themselves if few.
 
-    Tiles are first unless they would be too few to occupy a GPU. Programs of single rows read several columns.
+    Tiles are first unless they would be too few to occupy a GPU; those of ascending groups of several rows have one
+    group each. Programs of single rows read several columns.
     """
     assert contraction.group is not None
     kernel, rows, columns = contraction.kernel, contraction.rows, contraction.columns
@@ -156,6 +167,8 @@ def grouped_dot_configurations(contraction: ContractionForm, hint: Hint, spec: D
     ]  # fmt: skip
     banded = [replace(item, band=_band(contraction, item, hint, spec)) for item in (*wide, *narrow)]
     dots = fitting(banded, partial(_shared_bytes, contraction), _smaller, spec)
+    if in_group >= _MIN_GROUP_ROWS and has_ascending_groups(contraction):
+        dots = [*[_of_one_group(contraction, item) for item in dots], *dots[:1]]
     if in_group > _MAX_SUMMED_ROWS or is_outer_reduction(kernel, hint):
         return dots
     blocks = hint(product([axis.size for axis in columns])) // _GROUPED_TILES[0][0]
@@ -166,6 +179,13 @@ def grouped_dot_configurations(contraction: ContractionForm, hint: Hint, spec: D
     )
     single = [single_row, *matvec_configurations(kernel, hint, spec)]
     return [*dots, *single] if tiles >= _saturating_programs(spec) else [*single, *dots]
+
+
+def _of_one_group(contraction: ContractionForm, item: DotConfiguration) -> GroupBlockConfiguration:
+    """Returns a configuration with blocks of rows of one group each."""
+    assert contraction.group is not None
+    fields = {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
+    return GroupBlockConfiguration(**fields, rows=contraction.rows, groups=contraction.group.size)
 
 
 def _saturating_programs(spec: DeviceSpec) -> int:

@@ -16,6 +16,7 @@ from fxwrap.loop_ir import Kernel, find_contraction
 from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton.candidates import configurations
 from fxwrap.printers.triton.contractions import DotPrinter
+from fxwrap.printers.triton.group_blocks import GroupBlockPrinter
 from fxwrap.printers.triton.interleaved import InterleavedPrinter
 from fxwrap.printers.triton.kernel_text import BodyParameters, IntegerSlots, TritonKernelText
 from fxwrap.printers.triton.narrow_indices import narrow_indirect_indices
@@ -29,6 +30,7 @@ from fxwrap.printers.triton.streaming import StreamingTritonPrinter
 from fxwrap.printers.triton.tiling import (
     Configuration,
     DotConfiguration,
+    GroupBlockConfiguration,
     GroupSumConfiguration,
     RowPartConfiguration,
     StreamingConfiguration,
@@ -56,6 +58,8 @@ class ScheduledKernel:
         match self.configuration:
             case TileConfiguration():
                 return self._tile_text(kernel, self.configuration, parameters)
+            case GroupBlockConfiguration():
+                return GroupBlockPrinter(kernel, self.configuration, self.limits, parameters).print()
             case DotConfiguration():
                 return DotPrinter(kernel, self.configuration, self.limits, parameters).print()
             case GroupSumConfiguration():

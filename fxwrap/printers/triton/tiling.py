@@ -11,16 +11,20 @@ from typing import TypeAlias
 
 from fxwrap.devices import WARP_LANES, DeviceSpec
 from fxwrap.loop_ir import Axis, Kernel
-from fxwrap.symbolic import Size, ceiling_divide, product
+from fxwrap.symbolic import Size, ceiling_divide, product, total
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """One dimension of a tile, "x", "y", "r", "p", "row" or "chunk": blocks of flattened axes."""
+    """One dimension of a tile, "x", "y", "r", "p", "row" or "chunk": blocks of flattened axes.
+
+    `more_blocks` is the number of blocks beyond those of consecutive elements, where blocks begin at others' ends.
+    """
 
     name: str
     axes: tuple[Axis, ...]
     block: int
+    more_blocks: Size = 0
 
     @property
     def size(self) -> Size:
@@ -36,7 +40,8 @@ class Dimension:
     @property
     def blocks(self) -> Size:
         """The number of blocks."""
-        return ceiling_divide(self.size, self.block)
+        blocks = ceiling_divide(self.size, self.block)
+        return total((blocks, self.more_blocks)) if self.more_blocks else blocks
 
     @property
     def block_constant(self) -> str:
@@ -168,6 +173,19 @@ class DotConfiguration(BlockConfiguration):
     """
 
     band: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupBlockConfiguration(DotConfiguration):
+    """A contraction of `rows` in ascending groups, whose blocks of rows have one group each (`group_blocks.py`)."""
+
+    rows: tuple[Axis, ...]
+    groups: Size
+
+    def tile(self, kernel: Kernel) -> Tile:
+        whole, more = super().tile(kernel), total((self.groups, -1))
+        dimensions = [replace(item, more_blocks=more) if item.axes == self.rows else item for item in whole.dimensions]
+        return replace(whole, dimensions=tuple(dimensions))
 
 
 @dataclass(frozen=True, kw_only=True)

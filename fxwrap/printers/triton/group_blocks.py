@@ -1,0 +1,120 @@
+"""Grouped contractions as Triton kernels whose blocks of rows have one group each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fxwrap.loop_ir import IndirectIndex
+from fxwrap.printers.triton.contractions import DotPrinter
+from fxwrap.printers.triton.tiling import Dimension, GroupBlockConfiguration, Tile, next_power_of_2
+from fxwrap.symbolic import ceiling_divide
+
+_MAX_WINDOWS = 1024
+"""The number of windows whose groups are loaded at once."""
+
+
+class GroupBlockPrinter(DotPrinter):
+    """Prints a contraction of rows in ascending groups by blocks that begin at the first row of their group.
+
+    Each program finds its block itself. Windows of consecutive rows are as long as blocks; a group that begins in window
+    w has its blocks from number w + group on, so that no two blocks have one number. The last window w whose first row
+    has a group of at most `number - w` has the block, of the group `number - w`, or else the number has no rows. Blocks
+    are at most those of the windows and one for each further group.
+    """
+
+    configuration: GroupBlockConfiguration
+    group_number = first_row = end = ""
+    """The names of the block's group, of its first row, and of the row at which the group or the next window ends."""
+
+    @property
+    def _rows(self) -> Dimension:
+        """The dimension of rows."""
+        return self._dimension("y" if self._rows_are_first() else "x")
+
+    def _block_start(self, dimension: Dimension, number: str) -> str:
+        if dimension is not self._rows:
+            return super()._block_start(dimension, number)
+        self._emit_search(number)
+        return self.first_row
+
+    def _is_masked(self, dimension: Dimension) -> bool:
+        return dimension is not self._rows and super()._is_masked(dimension)
+
+    def _emit_block_offsets(self, dimension: Dimension, start: str) -> None:
+        super()._emit_block_offsets(dimension, start)
+        if dimension is self._rows:
+            number, flat = self.tile.dimensions.index(dimension), self.positions[dimension.name]
+            self.masks[number] = self._stable_name("members")
+            self.line(f"{self.masks[number]} = {flat} < {self.end}")
+
+    def _emit_search(self, number: str) -> None:
+        """Prints the search for the block of a number: its group, first row and end, which is 0 without rows."""
+        block = self._rows.block_constant
+        wanted = ("number", "window", "group", "first", "begin", "first_row", "end")
+        names = [self.names.create_name(name) for name in wanted]
+        own, window, one, first, begin, self.first_row, self.end = names
+        self.group_number = one
+        self.line(f"{own} = {number}")
+        self._emit_last_window(window, lambda group, at: f"{group} + {at} <= {own}")
+        self.line(f"{one} = ({own} - {window}).to({self._integer})")
+        self._emit_last_window(first, lambda group, _: f"{group} < {one}")
+        self.line(f"{first} = {first} * {block}")
+        before = self._emit_condition(f"{first} + tl.arange(0, {block})", lambda group: f"{group} < {one}")
+        self.line(f"{begin} = {first} + tl.sum({before}.to({self._integer}))")
+        self.line(f"{self.first_row} = {begin} + ({window} - {begin} // {block}) * {block}")
+        near = f"{window} * {block} + tl.arange(0, 2 * {block})"
+        until = self._emit_condition(near, lambda group: f"{group} <= {one}")
+        ends = f"{window} * {block} + tl.sum({until}.to({self._integer}))"
+        self.line(f"{self.end} = tl.where({self.first_row} < {begin}, 0, {ends})")
+
+    @property
+    def _integer(self) -> str:
+        return "tl.int64" if self.use_int64 else "tl.int32"
+
+    def _emit_last_window(self, name: str, condition: Callable[[str, str], str]) -> None:
+        """Prints the number of the last window whose first row's group fulfils a condition, 0 for none.
+
+        The condition, of a group and the number of its window, holds for windows up to that one.
+        """
+        block, count = self._rows.block_constant, ceiling_divide(self._rows.size, self._rows.block)
+        chunk = min(next_power_of_2(count), _MAX_WINDOWS) if isinstance(count, int) else _MAX_WINDOWS
+        start, at = self.names.create_name("chunk"), self.names.create_name("windows")
+        self.line(f"{name} = tl.full((), -1, {self._integer})")
+        with self.nested(f"for {start} in tl.range(0, {self.index_printer.size(count)}, {chunk}):"):
+            self.line(f"{at} = {start} + tl.arange(0, {chunk})")
+            holds = self._emit_condition(f"{at} * {block}", lambda group: condition(group, at))
+            self.line(f"{name} += tl.sum({holds}.to({self._integer}))")
+        self.line(f"{name} = tl.maximum({name}, 0)")
+
+    def _emit_condition(self, rows: str, condition: Callable[[str], str]) -> str:
+        """Prints a condition on the groups of a vector of rows; returns its name. It is false beyond the last row."""
+        group, dimension = self.contraction.group, self._rows
+        assert group is not None, "blocks of groups are those of a grouped contraction"
+        saved = self.index_printer, self.masks, dict(self.positions)
+        flat, names = self._emit_axes(dimension.axes, rows, "row")
+        mask, holds = self.names.create_name("row_mask"), self.names.create_name("holds")
+        self.line(f"{mask} = {flat} < {self.index_printer.size_operand(dimension.size)}")
+        self.index_printer, self.positions[dimension.name] = self._indices_at(names), flat
+        self.tile = Tile((dimension,), self.whole.outer)
+        self.dimension_of, self.masks = dict.fromkeys(dimension.axes, 0), {0: mask}
+        self._analyze_dimensions()
+        for position in sorted(self.kernel.backward_slice([group.operation])):
+            self.results.pop(position, None)
+            self._operation(position, looped=True)
+        self.line(f"{holds} = {mask} & ({condition(self._value(group.operation))})")
+        self._enter(self.result_block)
+        self.index_printer, self.masks, self.positions = saved
+        return holds
+
+    def _emit_groups(
+        self,
+        group: IndirectIndex,
+        targets: tuple[set[int], set[int]],
+        prologues: list[set[int]],
+        of_group: frozenset[int],
+    ) -> None:
+        """Prints the sums of the block's group."""
+        steps = self._stable_name("steps")
+        size = self.index_printer.size(self._dimension("r").size)
+        self.line(f"{steps} = tl.where({self.first_row} < {self.end}, {size}, 0)")
+        self._emit_sums_of_group(self.group_number, targets, prologues, of_group, steps)
