@@ -27,8 +27,13 @@ _VIEWS = frozenset({
 })  # fmt: skip
 """Views, whose elements are those of their first operand."""
 
-_KEYS = (torch.uint8, torch.int16)
+_KEYS = (torch.uint8, torch.int16, torch.int32)
 """Dtypes of keys, the narrowest one first."""
+
+
+def narrowest_key(largest: int, dtype: torch.dtype) -> torch.dtype:
+    """Returns the narrowest dtype of integers up to `largest`, or `dtype`: a radix sort reads each byte of its keys."""
+    return next((key for key in _KEYS if largest <= torch.iinfo(key).max and key.itemsize < dtype.itemsize), dtype)
 
 
 def narrow_sorts(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
@@ -63,8 +68,8 @@ def _key(node: Node, fakes: NodeValues, context: FxPassContext) -> torch.dtype |
     count = _count(operand, fakes) if spec is not None and spec.massively_parallel else None  # type: ignore[arg-type]
     if count is None or any(user.target is not operator.getitem for user in node.users):
         return None
-    keys = [key for key in _KEYS if count - 1 <= torch.iinfo(key).max and key.itemsize < fake.dtype.itemsize]
-    return keys[0] if keys else None
+    key = narrowest_key(count - 1, fake.dtype)
+    return None if key is fake.dtype else key
 
 
 def _count(node: Node, fakes: NodeValues) -> int | None:

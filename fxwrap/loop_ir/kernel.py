@@ -151,7 +151,7 @@ Operation: TypeAlias = ValueOperation | Store | DeviceAssert
 class Buffer:
     """A tensor argument of a kernel. `extent` is the distance from its first to its last element, plus one.
 
-    `is_ascending` states that no element is less than the one before it, as the groups of rows that are sorted by group.
+    `is_ascending` states that no element is less than the one before it, as the groups of sorted rows.
     """
 
     name: str
@@ -496,9 +496,7 @@ def print_kernel(kernel: Kernel) -> str:
     space, reduced = [
         ", ".join([f"{axis.name}: {print_expr(axis.size)}" for axis in axes]) for axes in (kernel.axes, kernel.reduced)
     ]
-    buffers, outs = [
-        ", ".join(map(_buffer_text, items)) for items in (kernel.inputs, kernel.outputs)
-    ]
+    buffers, outs = [", ".join(map(_buffer_text, items)) for items in (kernel.inputs, kernel.outputs)]
     head = f"kernel({buffers}) -> ({outs}) for [{space}]" + (f" reduce [{reduced}]" if kernel.reduced else "")
     lines = []
     for position, operation in enumerate(kernel.operations):

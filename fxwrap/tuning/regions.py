@@ -197,14 +197,18 @@ def input_sets(first: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def group_ends(graph: Graph, fakes: Callable[[Node], Any]) -> dict[int, torch.Tensor]:
-    """Returns the ends of groups of equal size, by the position of the input that has those of a grouped matmul."""
+    """Returns the ends of groups of random rows, by the position of the input that has those of a grouped matmul.
+
+    Groups of equal size would flatter kernels whose blocks of rows have just this size.
+    """
     placeholders = graph.find_nodes(op="placeholder")
     ends: dict[int, torch.Tensor] = {}
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten._grouped_mm.default):
         left, offsets = node.args[0], node.args[2] if len(node.args) > 2 else None
         if isinstance(offsets, Node) and offsets.op == "placeholder":
             count, rows = fakes(offsets).shape[0], fakes(left).shape[0]
-            ends[placeholders.index(offsets)] = torch.arange(1, count + 1) * rows // count
+            groups = torch.randint(count, (rows,), generator=torch.Generator().manual_seed(0))
+            ends[placeholders.index(offsets)] = groups.bincount(minlength=count).cumsum(0)
     return ends
 
 

@@ -26,6 +26,7 @@ from fxwrap.fx_passes.experts.rows import (
     sums_rows,
 )
 from fxwrap.fx_passes.graph_copy import GraphCopy, expression_of, is_contiguous, same_strides
+from fxwrap.fx_passes.narrow_sorts import narrowest_key
 from fxwrap.fx_passes.prepared_graph import NodeValues, Target
 
 _aten = torch.ops.aten
@@ -185,7 +186,7 @@ class GroupedRows:
             self._outside = self._call(_aten.logical_or.default, below, above)
             flat = self._call(_aten.masked_fill.Scalar, flat, self._outside, self._count)
         dtype = self._copy.fakes[flat].dtype
-        keys = self._call(_aten._to_copy.default, flat, dtype=_key_dtype(self._count, dtype))
+        keys = self._call(_aten._to_copy.default, flat, dtype=narrowest_key(self._count, dtype))
         ordered = self._call(_aten.sort.stable, keys, stable=True)
         self._experts, self._order = [self._call(operator.getitem, ordered, part) for part in (0, 1)]
         self._experts = self._call(_aten._to_copy.default, self._experts, dtype=dtype)
@@ -394,9 +395,3 @@ class GroupedRows:
         return self._copy.call(
             self._before, target, arguments, f"{source.name}_rows", keywords, origin=self._copy.node_map[source]
         )
-
-
-def _key_dtype(count: int, dtype: torch.dtype) -> torch.dtype:
-    """Returns the narrowest dtype of the numbers of experts, and of `count` for none: a radix sort reads each byte."""
-    narrow = [item for item in (torch.uint8, torch.int16, torch.int32) if count <= torch.iinfo(item).max]
-    return narrow[0] if narrow else dtype

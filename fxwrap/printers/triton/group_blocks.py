@@ -16,10 +16,10 @@ _MAX_WINDOWS = 1024
 class GroupBlockPrinter(DotPrinter):
     """Prints a contraction of rows in ascending groups by blocks that begin at the first row of their group.
 
-    Each program finds its block itself. Windows of consecutive rows are as long as blocks; a group that begins in window
-    w has its blocks from number w + group on, so that no two blocks have one number. The last window w whose first row
-    has a group of at most `number - w` has the block, of the group `number - w`, or else the number has no rows. Blocks
-    are at most those of the windows and one for each further group.
+    Each program finds its block itself. Windows of consecutive rows are as long as blocks; a group that begins in
+    window w has the blocks from number w + group on, so that no two blocks have one number. Of a number, w is the last
+    window whose first row has a group of at most `number - w`, which is the group of the block; a number between those
+    of two groups has no rows. Numbers are as many as windows, and one for each further group.
     """
 
     configuration: GroupBlockConfiguration
