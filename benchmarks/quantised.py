@@ -5,8 +5,8 @@
     python benchmarks/quantised.py --device cuda --record --resume --seconds 160   # the cases that a run left
     python benchmarks/quantised.py --device cuda --cases int4 --rows 1 8 --sizes 4096x11008 18944x3584 --record sizes
 
-Experts: "NAME" has sorted tokens, "NAME-routed" all that transformers does after the choice of experts, "NAME-batched"
-its form with a matrix for each row. "fxwrap" has the default options, "generated" computes every matmul that it can as
+Experts: "NAME" has sorted tokens, "NAME-routed" all that transformers does after the choice of experts, "NAME-scored"
+the choice by float32 scores, too, "NAME-batched" the form with a matrix for each row. "fxwrap" has the default options, "generated" computes every matmul that it can as
 a kernel. Columns: milliseconds, medians of interleaved rounds; their ratio to Inductor's; the bytes of the weights over
 the time, as a part of the bytes that a copy reads and writes in a second; norm(difference) / norm of the result against
 float64.
@@ -126,6 +126,14 @@ def routed_experts(
     return result[inverse].view(len(x), count, -1).sum(1)
 
 
+def scored_experts(
+    product: GroupedProduct, of_token: int, x: Tensor, scores: Tensor, into: Tensor, out: Tensor
+) -> Tensor:
+    """The experts with the highest scores of each token, weighted by the softmax of these."""
+    gates, chosen = scores.softmax(-1).topk(of_token)
+    return routed_experts(product, x, chosen, (gates / gates.sum(-1, keepdim=True)).to(x.dtype), into, out)
+
+
 def batched_experts(x: Tensor, chosen: Tensor, gates: Tensor, into: Tensor, out: Tensor) -> Tensor:
     """The experts of tokens as transformers computes them by batched matmuls, with a copy of a matrix for each row."""
     count, numbers = chosen.shape[1], chosen.reshape(-1)
@@ -185,6 +193,10 @@ def expert_case(name: str, count: int, width_divisor: int, dtype: torch.dtype) -
     ]
     read = sum(weight[0].nbytes for weight in weights) * len(picked.unique())
     x, gates = torch.randn(count, width, dtype=dtype), torch.rand(len(order), dtype=dtype)
+    if form == "scored":
+        scores = torch.rand(count, number).scatter(1, chosen, 1 + torch.rand(chosen.shape))
+        sides = [partial(scored_experts, product, of_token) for product in (torch._grouped_mm, reference_product)]
+        return Case(sides[0], (x, scores, *weights), sides[1], read)
     if form:
         function = batched_experts if form == "batched" else partial(routed_experts, torch._grouped_mm)
         inputs = (x, chosen, gates.view(chosen.shape), *weights)
@@ -195,7 +207,7 @@ def expert_case(name: str, count: int, width_divisor: int, dtype: torch.dtype) -
 
 CASES = (
     "int8", "int8-packed", "int4", "int4-packed", "float8", "float8-scaled", *EXPERTS,
-    *[f"{name}-routed" for name in EXPERTS], *[f"{name}-batched" for name in EXPERTS],
+    *[f"{name}-{form}" for form in ("routed", "scored", "batched") for name in EXPERTS],
 )  # fmt: skip
 
 GPU_CASES = ("int4-packed",)
