@@ -6,10 +6,10 @@
     python benchmarks/quantised.py --device cuda --cases int4 --rows 1 8 --sizes 4096x11008 18944x3584 --record sizes
 
 Experts: "NAME" has sorted tokens, "NAME-routed" all that transformers does after the choice of experts, "NAME-scored"
-the choice by float32 scores, too, "NAME-batched" the form with a matrix for each row. "fxwrap" has the default options, "generated" computes every matmul that it can as
-a kernel. Columns: milliseconds, medians of interleaved rounds; their ratio to Inductor's; the bytes of the weights over
-the time, as a part of the bytes that a copy reads and writes in a second; norm(difference) / norm of the result against
-float64.
+the choice by float32 scores, too, "NAME-batched" the form with a matrix for each row. "fxwrap" has the default options,
+"generated" computes every matmul that it can as a kernel. Columns: milliseconds, medians of interleaved rounds; their
+ratio to Inductor's; the bytes of the weights over the time, as a part of the bytes that a copy reads and writes in a
+second; norm(difference) / norm of the result against float64.
 """
 
 from __future__ import annotations

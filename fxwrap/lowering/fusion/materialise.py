@@ -374,14 +374,20 @@ class _MaterialisationPlanner:
         """
         spec = self.specs.get(plan.definition.device.type)
         rows = 0 if spec is None else dict(spec.matmuls.generated_dequantised_rows).get(plan.definition.dtype, 0)
-        consumers = [consumer.definition for consumer in self.consumers[use.definition]]
-        if reads_per_element <= rows and all(isinstance(item, Reduced) for item in consumers):
+        are_rows = all(isinstance(consumer.definition, Reduced) for consumer in self.consumers[use.definition])
+        if reads_per_element <= rows and are_rows:
             return False
         after_reduction = any(isinstance(other, Reduced) for other in plan.reads)
-        expensive = plan.cost >= _MIN_TABLE_COST
-        if not expensive or reads_per_element < _MIN_TABLE_READS or after_reduction:
-            return False
-        return spec is not None and spec.instructions_per_byte > 0
+        expensive = plan.cost - (self._cost_of_rows(plan) if are_rows else 0) >= _MIN_TABLE_COST
+        is_table = expensive and reads_per_element >= _MIN_TABLE_READS and not after_reduction
+        return is_table and spec is not None and spec.instructions_per_byte > 0
+
+    def _cost_of_rows(self, plan: DefinitionPlan) -> int:
+        """Returns the cost of integers that an element shares with its row, as the index of a gathered row."""
+        elements = self._count(plan.definition.sizes)
+        read = {self.plans[other] for other, _ in self.chains.tracer.trace(plan.definition).reads}
+        rows = [item for item in read if self._count(item.definition.sizes) * _MIN_TABLE_READS <= elements]
+        return sum(item.cost for item in rows if not (item.materialised or item.definition.dtype.is_floating_point))
 
     def _is_computed_once_a_row(self, use: DefUse, plan: DefinitionPlan) -> bool:
         """Whether each element is read along one row of a later reduction that shares a tensor with a consumer.

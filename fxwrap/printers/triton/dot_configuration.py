@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from fxwrap.devices import DeviceSpec
 from fxwrap.loop_ir import FLOAT8, ContractionForm, Kernel, Load, has_ascending_groups
@@ -32,6 +32,8 @@ from fxwrap.printers.triton.tiling import (
     next_power_of_2,
 )
 from fxwrap.symbolic import product
+
+C = TypeVar("C", bound=DotConfiguration)
 
 _MATVEC_BLOCKS = ((1, 4096, 8, 1), (1, 2048, 4, 1), (4, 512, 4, 3), (2, 2048, 8, 1))
 """Columns, elements of a column, warps and stages of products with one row."""
@@ -60,8 +62,20 @@ _GROUPED_TILES = (
 )  # fmt: skip
 """The same as `_FEW_ROWS_TILES` of rows in groups."""
 
-_MIN_GROUP_ROWS = 8
-"""The average rows of a group from which on blocks of rows have one group: of fewer, most rows of a block are none."""
+_MIN_GROUP_ROWS = 4
+"""The average rows of a group from which on blocks of rows have one group."""
+
+_GROUP_BLOCK_TILES = (
+    (128, 256, 64, 8, 4), (128, 128, 64, 8, 4), (128, 128, 64, 8, 3), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4),
+    (32, 64, 128, 4, 4), (32, 128, 64, 4, 4), (16, 64, 128, 4, 4),
+)  # fmt: skip
+"""Rows, columns, elements of a row, warps and stages of blocks of one group; those of 256 columns have one sum."""
+
+_GROUP_BLOCK_ROWS = ((48, 128), (24, 64), (13, 32), (0, 16))
+"""By the least average rows of a group, the rows of a block, which most groups do not exceed."""
+
+_GROUP_BAND_ROWS = 1024
+"""The most rows of a band of blocks of one group each, of which few share weights."""
 
 _GROUPED_ROW_BLOCK = (4, 1024, 2)
 """Columns, elements of a column and warps of a row that has a matrix of its own."""
@@ -168,7 +182,7 @@ def grouped_dot_configurations(contraction: ContractionForm, hint: Hint, spec: D
     banded = [replace(item, band=_band(contraction, item, hint, spec)) for item in (*wide, *narrow)]
     dots = fitting(banded, partial(_shared_bytes, contraction), _smaller, spec)
     if in_group >= _MIN_GROUP_ROWS and has_ascending_groups(contraction):
-        dots = [*[_of_one_group(contraction, item) for item in dots], *dots[:1]]
+        return [*_group_block_configurations(contraction, in_group, hint, spec), *dots[:1]]
     if in_group > _MAX_SUMMED_ROWS or is_outer_reduction(kernel, hint):
         return dots
     blocks = hint(product([axis.size for axis in columns])) // _GROUPED_TILES[0][0]
@@ -181,11 +195,27 @@ def grouped_dot_configurations(contraction: ContractionForm, hint: Hint, spec: D
     return [*dots, *single] if tiles >= _saturating_programs(spec) else [*single, *dots]
 
 
-def _of_one_group(contraction: ContractionForm, item: DotConfiguration) -> GroupBlockConfiguration:
-    """Returns a configuration with blocks of rows of one group each."""
+def _group_block_configurations(
+    contraction: ContractionForm, in_group: int, hint: Hint, spec: DeviceSpec
+) -> list[GroupBlockConfiguration]:
+    """Returns configurations with blocks of one group each: those of about the rows of a group."""
     assert contraction.group is not None
-    fields = {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
-    return GroupBlockConfiguration(**fields, rows=contraction.rows, groups=contraction.group.size)
+    rows = next(block for least, block in _GROUP_BLOCK_ROWS if in_group >= least)
+    sizes = contraction.summed_count, product([axis.size for axis in contraction.columns])
+    longest, widest = [max(next_power_of_2(hint(size)), MIN_DOT_BLOCK) for size in sizes]
+    blocks = [
+        GroupBlockConfiguration(
+            x=contraction.columns, y=contraction.rows, x_block=min(x_block, widest), y_block=y_block,
+            r_block=min(r_block, longest), num_warps=warps, num_stages=stages, rows=contraction.rows,
+            groups=contraction.group.size,
+        )
+        for y_block, x_block, r_block, warps, stages in _GROUP_BLOCK_TILES
+        if rows // 2 <= y_block <= 2 * rows and (x_block < 256 or len(contraction.sums) == 1)
+    ]  # fmt: skip
+    preferred = sorted(blocks, key=lambda item: item.y_block != rows)
+    bands = [min(_band(contraction, item, hint, spec), _GROUP_BAND_ROWS // item.y_block) for item in preferred]
+    banded = [replace(item, band=band) for item, band in zip(preferred, bands, strict=True)]
+    return fitting(banded, partial(_shared_bytes, contraction), _smaller, spec)
 
 
 def _saturating_programs(spec: DeviceSpec) -> int:
@@ -228,7 +258,7 @@ def _shared_bytes(contraction: ContractionForm, configuration: DotConfiguration)
     return size * configuration.num_stages
 
 
-def _smaller(item: DotConfiguration) -> DotConfiguration | None:
+def _smaller(item: C) -> C | None:
     """Returns a configuration that needs less shared memory, by fewer stages, then smaller blocks; else None."""
     if item.num_stages > 1:
         return replace(item, num_stages=item.num_stages - 1)
