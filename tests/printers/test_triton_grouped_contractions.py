@@ -183,14 +183,14 @@ def test_every_configuration_is_correct(text: str) -> None:
         check(kernel, item, {"group": GROUPS}, tolerance=1e-3)
 
 
-@pytest.mark.parametrize("rows", [8, 512])
-def test_a_gpu_multiplies_blocks_of_a_group_in_a_pipeline(rows: int) -> None:
-    kernel = parse_kernel(
-        GROUPED.replace("37", str(rows)).replace("24", "256").replace("960", "65536").replace("40", "256")
-    )
+@pytest.mark.parametrize(("rows", "text"), [(8, GROUPED), (512, GROUPED), (512, ascending(GROUPED))])
+def test_a_gpu_multiplies_blocks_of_a_group_in_a_pipeline(rows: int, text: str) -> None:
+    sized = text.replace("37", str(rows)).replace("24", "256").replace("960", "65536").replace("40", "256")
+    kernel = parse_kernel(sized)
     dots = [item for item in configurations(kernel) if isinstance(item, DotConfiguration)]
-    text = instructions(kernel, dots[0])
-    assert "wgmma.mma_async" in text and "cp.async" in text
+    assert isinstance(dots[0], GroupBlockConfiguration) is ("ascending" in text)
+    compiled = instructions(kernel, dots[0])
+    assert "wgmma.mma_async" in compiled and "cp.async" in compiled
 
 
 def test_rows_have_a_matrix_each_in_the_plain_form_and_share_those_of_groups_in_the_other() -> None:
