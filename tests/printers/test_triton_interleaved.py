@@ -105,3 +105,43 @@ def test_pairs_beside_more_gathers_are_vectors_of_their_own() -> None:
     text = instructions(kernel, TileConfiguration(x=(axis,), x_block=512))
     assert len(re.findall(r"ld\.global\S*\.v2\.b32", text)) == 4
     assert "bar.sync" not in text
+
+
+def unpacked(rows: int, columns: int, channels: int) -> Kernel:
+    """Writes the four pixels of each place of a channels-last image to one of planes, the rows in turn."""
+    c, i, j = Axis("c", channels), Axis("i", rows), Axis("j", columns)
+
+    def write(body: KernelBuilder) -> None:
+        place = (as_index(i) * columns + j) * 4 * channels + c
+        values = [body.load("x", place + number * channels, BF16) for number in range(4)]
+        for value, (column, row) in zip(values, itertools.product((0, 1), repeat=2), strict=True):
+            to = (as_index(c) * 2 * rows + 2 * as_index(i) + row) * 2 * columns + 2 * as_index(j) + column
+            body.store("out", to, value)
+
+    count = 4 * rows * columns * channels
+    return build([c, i, j], [], {"x": (BF16, count)}, {"out": (BF16, count)}, write)
+
+
+def test_stores_to_other_elements_may_be_between_a_pair() -> None:
+    text = check(unpacked(6, 8, 16))
+    assert text.count("tl.store(") == 2
+
+
+def test_short_rows_of_pairs_are_the_side_of_a_tile() -> None:
+    """Fourteen pairs fill sectors as 28 elements do; loads are contiguous along the channels."""
+    kernel = unpacked(14, 14, 512)
+    tile = configurations(kernel)[0]
+    assert isinstance(tile, TileConfiguration)
+    assert ([axis.name for axis in tile.x], [axis.name for axis in tile.y]) == (["j"], ["c"])
+
+
+def test_stores_to_one_element_keep_their_order() -> None:
+    axis = Axis("i", 32)
+
+    def write(body: KernelBuilder) -> None:
+        elements = [body.load("x", as_index(axis) * 2 + number, F32) for number in (0, 1)]
+        body.store("out", as_index(axis) * 2, elements[0])
+        body.store("out", as_index(axis) * 2 + 1, elements[0])
+        body.store("out", as_index(axis) * 2 + 1, elements[1])
+
+    check(build([axis], [], {"x": (F32, 64)}, {"out": (F32, 64)}, write))

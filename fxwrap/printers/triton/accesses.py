@@ -109,14 +109,26 @@ def joined_accesses(kernel: Kernel, inner: Axis) -> list[InterleavedAccess]:
 
 
 def _is_joined(kernel: Kernel, access: InterleavedAccess) -> bool:
-    """Whether accesses can be one at the first load, or at the last store of one stage: no access is between these."""
+    """Whether accesses can be one at the first load, or at the last store of one stage, after the stores between."""
     operations = kernel.operations
     first, last = min(access.positions), max(access.positions)
     between = [operations[at] for at in range(first, last) if at not in access.positions]
     is_direct = not any(isinstance(atom, IndirectIndex) for at in access.positions for atom in _atoms(operations[at]))
     is_load = isinstance(operations[first], Load)
     has_one_stage = len({kernel.stages[at] for at in access.positions}) == 1
-    return is_direct and has_one_stage and (is_load or not any(isinstance(item, Load | Store) for item in between))
+    stores = [operations[at] for at in access.positions]
+    is_last = all(not isinstance(item, Load | Store) or _is_elsewhere(item, stores) for item in between)
+    return is_direct and has_one_stage and (is_load or is_last)
+
+
+def _is_elsewhere(access: Operation, stores: Sequence[Operation]) -> bool:
+    """Whether an access is a store to other elements than each of some stores to one buffer."""
+    if not isinstance(access, Store):
+        return False
+    distances = [
+        access.index - item.index for item in stores if isinstance(item, Store) and item.buffer == access.buffer
+    ]
+    return all(distance.constant not in (None, 0) for distance in distances)
 
 
 def has_vectors(kernel: Kernel, axes: Sequence[Axis], joined: Collection[int]) -> bool:

@@ -76,7 +76,8 @@ def pointwise_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> li
         return [TileConfiguration(num_warps=1)]
     inner, other = contiguous_axes(kernel, hint)
     run = (inner,) if kernel.combines_values or other is None else contiguous_run(kernel, inner, [other])
-    if other is not None and hint(size_of(run)) >= MIN_TILE_SIDE:
+    joined = max([item.count for item in joined_accesses(kernel, inner)], default=1)
+    if other is not None and hint(size_of(run)) * joined >= MIN_TILE_SIDE:
         return [_transposed_tile(kernel, inner, other, hint, *shape) for shape in _tiles(kernel)]
     block, warps = _pointwise_block(kernel, inner, hint, spec)
     if _has_single_elements(kernel, _pointwise_tile(kernel, inner, hint, block, warps)):
