@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import io
+import zipfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -46,13 +48,15 @@ def write_binaries(
     *,
     reuse: bool = False,
     relink: bool = False,
+    has_bridge: bool = True,
 ) -> dict[str, object]:
     """Adds the compiled code of emitters, compiled now if necessary; returns its manifest entry.
 
     `emitted` is the program in the form of one of them, which is emitted again if it is not that of the C++ emitter.
     `reuse` prefers a library that this process has, which may contain kernels of other programs, over one of the
     program's kernels alone; `relink` links all Triton code of this process instead of using the library of a loaded
-    file. Raises NativeBuildError where C++ does not compile.
+    file. Without `has_bridge` the bridge is only described: see `bridge_content`. Raises NativeBuildError where C++
+    does not compile.
     """
     emitters = frozenset(emitters)
     if not emitters:
@@ -71,8 +75,8 @@ def write_binaries(
         library = known.pop() if len(known) == 1 else compile_kernel_library(in_cpp)
         manifest["kernels"] = {"symbols": symbols, "entry": _add(writer, library)}
     if manifest:
-        bridge = bridge_folder()
-        libraries = {name: _add(writer, bridge / name) for name in native.BRIDGE_LIBRARIES}
+        names = native.BRIDGE_LIBRARIES if has_bridge else ()
+        libraries = {name: _add(writer, bridge_folder() / name) for name in names}
         manifest["bridge"] = {"target": native.bridge_target(), "libraries": libraries}
         manifest["target"] = native.binary_target()
     triton = write_triton(writer, texts)
@@ -174,11 +178,11 @@ def _load_libraries(archive: Archive, described: Mapping[str, Any], section: str
     items = described[section] if section == "programs" else [described[section]]
     bridge = {str(name): str(entry) for name, entry in described["bridge"]["libraries"].items()}
     libraries = [archive.read(str(item["entry"])) for item in items]
-    if sorted(bridge) != sorted(native.BRIDGE_LIBRARIES):
+    if bridge and sorted(bridge) != sorted(native.BRIDGE_LIBRARIES):
         raise archive.error("manifest.json", f"it names the libraries {sorted(bridge)}, which are not the bridge's")
     paths = [_write_to_cache({"program.so": library}) / "program.so" for library in libraries]
     fits = described["bridge"]["target"] == native.bridge_target()
-    if fits and not native.binding_is_loaded() and native.find_prebuilt_bridge() is None:
+    if bridge and fits and not native.binding_is_loaded() and native.find_prebuilt_bridge() is None:
         contents = {name: archive.read(entry) for name, entry in bridge.items()}
         native.register_prebuilt_bridge(_write_to_cache(contents))
     prebuilt = native.find_prebuilt_bridge()
@@ -197,6 +201,23 @@ def _load_libraries(archive: Archive, described: Mapping[str, Any], section: str
     return (
         f"its bridge is for torch {target['torch']!r} and Python {target['python']!r}, and none is built for this one"
     )
+
+
+@bounded_cache(1)
+def bridge_content(folder: Path) -> bytes:
+    """Returns the libraries of the bridge in a folder as one archive, for graphs that are saved without it."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name in native.BRIDGE_LIBRARIES:
+            archive.write(folder / name, name)
+    return content.getvalue()
+
+
+def install_bridge(content: bytes) -> None:
+    """Registers the bridge of an archive of `bridge_content`. Raises zipfile.BadZipFile, KeyError for a damaged one."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        contents = {name: archive.read(name) for name in native.BRIDGE_LIBRARIES}
+    native.register_prebuilt_bridge(_write_to_cache(contents))
 
 
 @bounded_cache(256)

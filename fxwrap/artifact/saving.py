@@ -122,11 +122,13 @@ def save_program(
         raise ArtifactError(str(file_path), "", f"it cannot be written: {error.strerror or error}", remedy) from error
 
 
-def program_content(content: SavedContent, emitted: EmittedProgram, label: str, call: Mapping[str, object]) -> bytes:
+def program_content(
+    content: SavedContent, emitted: EmittedProgram, label: str, call: Mapping[str, object], *, has_bridge: bool
+) -> bytes:
     """Returns the content of a saved program, with the emitted code and the libraries that this process runs it with.
 
     `emitted` is the program in the form of its emitter, `label` names it in errors, and `call` describes how it is
-    called. Raises as `save_program` does.
+    called. `has_bridge` adds the bridge, too. Raises as `save_program` does.
     """
     program, file = content.program, io.BytesIO()
     _check(program, label, with_payloads=True)
@@ -134,7 +136,7 @@ def program_content(content: SavedContent, emitted: EmittedProgram, label: str, 
 
     def add_code(writer: ArchiveWriter) -> dict[str, object]:
         metadata["emitted"] = write_emitted(writer, program, emitted)
-        return write_binaries(writer, program, (content.emitter,), emitted, reuse=True)
+        return write_binaries(writer, program, (content.emitter,), emitted, reuse=True, has_bridge=has_bridge)
 
     _write_archive(file, content, metadata, add_code)
     return file.getvalue()

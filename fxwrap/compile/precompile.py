@@ -6,14 +6,18 @@ verifies it as `fxwrap.load` does.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
+from zipfile import BadZipFile
 
 import torch
 
 from fxwrap.artifact import load_content, program_content
+from fxwrap.artifact.binaries import bridge_content, install_bridge
 from fxwrap.artifact.loaded import LoadedProgram
 from fxwrap.compile.compiled import Compiled
 from fxwrap.compile.inspection import record_loaded, write_compile
@@ -25,7 +29,7 @@ from fxwrap.errors import ArtifactError, FxwrapError, OptionError
 from fxwrap.options import FIRST_CALL, Options
 from fxwrap.report import dump_folder
 from fxwrap.runtime.cache_folder import distrust_reason
-from fxwrap.runtime.native import find_bridge
+from fxwrap.runtime.native import bridge_target, find_bridge
 from fxwrap.runtime.plain_inputs import with_plain_inputs
 from fxwrap.torch_compat import (
     autograd_cache_folder,
@@ -35,6 +39,8 @@ from fxwrap.torch_compat import (
     is_aot_compiling,
     is_precompiling,
     precompiled_graph,
+    read_cache_artifact,
+    record_cache_artifact,
     without_fake_mode,
 )
 from fxwrap.wrapper_ir import TensorType, Value
@@ -137,11 +143,15 @@ def savable_graph(
         if has_float_guards() and not is_precompiling():
             raise cache_bypass("it depends on the value of a float")
         if not is_precompiling() and find_bridge() is None and _has_cpp_kernels(compiled):
-            raise cache_bypass("the C++ bridge, which its file contains, is not compiled yet")
+            raise cache_bypass("the C++ bridge, which is saved with it, is not compiled yet")
         call = {"static_inputs": sorted(static_inputs), "negative_inputs": list(negative_inputs)}
         with without_fake_mode():  # AOTAutograd's is active
             label = f"the {compiled.program.name} graph"
-            return program_content(compiled.content_to_save(), compiled.emitted, label, call)
+            content, has_bridge = compiled.content_to_save(), is_precompiling()
+            saved = program_content(content, compiled.emitted, label, call, has_bridge=has_bridge)
+        if not has_bridge:
+            _share_bridge()
+        return saved
 
     return precompiled_graph(lambda: entry, content, load_graph)
 
@@ -156,13 +166,37 @@ def load_graph(content: bytes) -> PrecompiledGraph:
     Raises ArtifactError for damaged or foreign content.
     """
     with without_fake_mode():
+        _restore_bridge()
         loaded = load_content(content, "a precompiled graph")
+    if loaded.metadata.get("binaries", {}).get("bridge", {}).get("libraries") == {}:
+        _share_bridge()
     static_inputs, negative_inputs = _call_description(loaded)
     record_loaded(loaded)
     write_compile(loaded, None)
     return precompiled_graph(
         lambda: graph_entry(loaded, static_inputs, negative_inputs), lambda: content, load_graph
     )  # fmt: skip
+
+
+def _share_bridge() -> None:
+    """Lets `torch.compiler.save_cache_artifacts` save the bridge, once for all graphs."""
+    folder = find_bridge()
+    if folder is not None:
+        record_cache_artifact(_bridge_key(), bridge_content(folder))
+
+
+def _restore_bridge() -> None:
+    """Installs the bridge that `torch.compiler.load_cache_artifacts` loaded, if there is no other."""
+    if find_bridge() is None:
+        content = read_cache_artifact(_bridge_key())
+        if content is not None:
+            with suppress(BadZipFile, KeyError):  # damaged: the bridge is compiled
+                install_bridge(content)
+
+
+def _bridge_key() -> str:
+    """Returns the name of the bridge of this torch and Python among the artifacts of torch's caches."""
+    return f"fxwrap_bridge_{hashlib.sha256(repr(sorted(bridge_target().items())).encode()).hexdigest()[:32]}"
 
 
 def _call_description(loaded: LoadedProgram) -> tuple[frozenset[int], list[int]]:

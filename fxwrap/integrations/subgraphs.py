@@ -145,7 +145,9 @@ class SubgraphCompiler:
         try:
             with without_fake_mode():
                 call = {"returns_tuple": is_tuple, "key": key}
-                content = program_content(compiled.content_to_save(), compiled.emitted, "a subgraph", call)
+                content = program_content(
+                    compiled.content_to_save(), compiled.emitted, "a subgraph", call, has_bridge=True
+                )
             write_cache_file(self.folder, f"{FOLDER}/{key}.fxw", content)
         except (FxwrapError, CacheError, OSError) as error:
             log.warning("a subgraph is not saved, and later processes compile it again: %s", error)

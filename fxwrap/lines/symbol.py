@@ -103,9 +103,11 @@ class Bind(LineBase):
 
     def verify_self(self) -> str | None:
         type_: Type | None = self.source.type
-        for step in self.path:
-            if step.name not in _PATH_STEPS:
-                return f"a step of a path is one of {tuple(_PATH_STEPS)}, not {step.name}"
+        steps: tuple[object, ...] = self.path
+        for step in steps:
+            if not isinstance(step, Tag) or step.name not in _PATH_STEPS:
+                shown = step.name if isinstance(step, Tag) else repr(step)
+                return f"a step of a path is one of {tuple(_PATH_STEPS)}, not {shown}"
             if not _takes(step):
                 return f"{step.name} of a path takes {_PATH_STEPS[step.name] or 'nothing'}, not {step.arguments}"
             if step.name in ("size", "stride") and isinstance(type_, TensorType):

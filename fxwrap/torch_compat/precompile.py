@@ -94,3 +94,23 @@ def serializable_callable(function: Callable[..., Any], plain_inputs: Sequence[i
     from fxwrap.torch_compat.precompiled import PrecompiledCallable
 
     return PrecompiledCallable(function, plain_inputs)
+
+
+def record_cache_artifact(key: str, content: bytes) -> None:
+    """Adds an entry of AOTAutograd's cache, which no graph has, to what `torch.compiler.save_cache_artifacts` saves.
+
+    Why: loading artifacts of other kinds needs their registration first, and fxwrap may be imported later.
+    """
+    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCacheArtifact
+    from torch.compiler._cache import CacheArtifactManager
+
+    CacheArtifactManager.record_artifact(AOTAutogradCacheArtifact.type(), key, content)
+
+
+def read_cache_artifact(key: str) -> bytes | None:
+    """Returns the content of an entry that `torch.compiler.load_cache_artifacts` loaded, or None."""
+    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+
+    folder = Path(AOTAutogradCache._get_tmp_dir_for_key(key))
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    return files[0].read_bytes() if files else None

@@ -140,6 +140,12 @@ def load(folder: Path) -> dict[str, dict[str, object]]:
     return results
 
 
+def load_caches(folder: Path) -> dict[str, dict[str, object]]:
+    """Returns the errors and counts of what torch's caches contain."""
+    torch.compiler.load_cache_artifacts((folder / "caches.bin").read_bytes())
+    return {f"cached-{emitter}": load_cached(emitter) for emitter in EMITTERS}
+
+
 def imported_code_generators() -> bool:
     """Whether this process has imported those of TorchInductor."""
     return "torch._inductor.select_algorithm" in sys.modules
@@ -152,6 +158,8 @@ def main() -> None:
     results: dict[str, object] = {}
     if sys.argv[1] == "save":
         save(Path(sys.argv[2]))
+    elif sys.argv[1] == "load_caches":
+        results |= load_caches(Path(sys.argv[2]))
     else:
         results |= load(Path(sys.argv[2]))
     print(json.dumps({**results, "code_generators": imported_code_generators()}))

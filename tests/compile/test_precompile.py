@@ -58,7 +58,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         PATH=str(folder / "path"),
     )  # fmt: skip
     code_generators = {"save": saved["code_generators"], "load": results["code_generators"]}
-    return {**results, "code_generators": code_generators}
+    return {**results, "code_generators": code_generators, "folder": str(folder)}
 
 
 def run_process(action: str, folder: Path, **environment: str) -> dict[str, Any]:
@@ -86,6 +86,19 @@ def test_aot_compiled_functions(loaded: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize("emitter", EMITTERS)
 def test_cache_artifacts(loaded: dict[str, Any], emitter: str) -> None:
     check_loaded(loaded[f"cached-{emitter}"], 3)
+
+
+def test_the_bridge_is_saved_once(loaded: dict[str, Any]) -> None:
+    """Each graph's entry in torch's cache had it: more than a megabyte on disk and, for artifacts, in memory."""
+    folder = Path(loaded["folder"])
+    sizes = [path.stat().st_size for path in (folder / "torch-save" / "aotautograd").glob("*/*") if path.is_file()]
+    assert max(sorted(sizes)[: 2 * len(EMITTERS)]) < 300_000  # a forward, a forward and a backward; others are of files
+    results = run_process(
+        "load_caches", folder, TORCHINDUCTOR_CACHE_DIR=str(folder / "torch-2"),
+        FXWRAP_CACHE_DIR=str(folder / "fxwrap-2"), PATH=str(folder / "path"),
+    )  # fmt: skip
+    for emitter in EMITTERS:
+        check_loaded(results[f"cached-{emitter}"], 3)
 
 
 def test_caching_precompile(loaded: dict[str, Any]) -> None:
