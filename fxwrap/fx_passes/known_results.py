@@ -16,13 +16,16 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fxwrap.fx_passes.effects import attribute_of, mutated_operands
+from fxwrap.fx_passes.effects import attribute_of, fake_of, mutated_operands
 from fxwrap.torch_compat import (
+    FUNCTION_MODULES,
+    FakeTensor,
     FakeTensorMode,
     HigherOrderOperator,
     OpOverload,
     is_described_by_layout,
     is_plain_fake,
+    is_written,
     set_autocast_functions,
     set_grad_enabled,
     storage_identity,
@@ -30,10 +33,6 @@ from fxwrap.torch_compat import (
 )
 
 _STATE_FUNCTIONS = (set_grad_enabled, *set_autocast_functions)
-_MODULES = (
-    torch, torch.nn.functional, torch.functional, torch.special, torch.linalg, torch.fft, torch._C._nn, operator,
-)  # fmt: skip
-"""Modules whose functions of tensors depend on their operands and on the modes of gradients and autocast alone."""
 
 _Number = int | float | complex | torch.SymInt | torch.SymFloat | torch.SymBool
 
@@ -68,15 +67,17 @@ def find_known_results(graph: Graph, mode: FakeTensorMode) -> KnownResults | Non
     if not all(_is_understood(node) for node in calls):
         return None
     values = {node: _value_of(node) for node in nodes if node.op != "output"}
-    tensors = {node: [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-               for node, value in values.items()}  # fmt: skip
-    if not all(is_plain_fake(item, mode) for node, items in tensors.items() if node.op != "get_attr" for item in items):
+    tensors: dict[Node, list[Any]] = {
+        node: [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)] for node, value in values.items()
+    }
+    if not all(is_plain_fake(item, mode) for items in tensors.values() for item in items):
         return None
     return _Planner(nodes, values, tensors).plan()
 
 
 def _value_of(node: Node) -> Any:
-    return attribute_of(node) if node.op == "get_attr" else node.meta.get("example_value")
+    """Returns the example value of a node; the attribute where it has none, as a nested graph."""
+    return attribute_of(node) if node.op == "get_attr" and "example_value" not in node.meta else fake_of(node)
 
 
 def _is_understood(node: Node) -> bool:
@@ -88,7 +89,7 @@ def _is_understood(node: Node) -> bool:
         return True
     name = getattr(target, "__name__", "")
     is_function = isinstance(target, BuiltinFunctionType | FunctionType) or callable(target)
-    return is_function and any(getattr(module, name, None) is target for module in _MODULES)
+    return is_function and any(getattr(module, name, None) is target for module in FUNCTION_MODULES)
 
 
 def _must_run(node: Node, value: object) -> bool:
@@ -148,7 +149,7 @@ def _has_flag(node: Node, name: str) -> bool:
 
 class _Planner:
     def __init__(
-        self, nodes: Sequence[Node], values: Mapping[Node, Any], tensors: Mapping[Node, Sequence[torch.Tensor]]
+        self, nodes: Sequence[Node], values: Mapping[Node, Any], tensors: Mapping[Node, Sequence[FakeTensor]]
     ) -> None:
         self.nodes, self.values, self.tensors = nodes, values, tensors
         self.storages = {node: [storage_identity(item) for item in items] for node, items in tensors.items()}
@@ -164,7 +165,7 @@ class _Planner:
             for storage in {*own, *self._read(node)}:
                 self.touching.setdefault(storage, []).append(node)
         versions = {storage for node, items in tensors.items() for item, storage in zip(items, self.storages[node])
-                    if item._version > 0}  # fmt: skip
+                    if is_written(item)}  # fmt: skip
         self.writers: dict[int, list[Node]] = {}  # by written storage
         for node in nodes:
             for operand in _written_operands(node) if node.op.startswith("call_") else ():

@@ -81,7 +81,7 @@ class _Interpreter(PropagateUnbackedSymInts):
             return super().run_node(n)
         return tree_map_only(FakeTensor, _functional_like, n.meta["example_value"]) if n in self.results.known else None
 
-    def fetch_args_kwargs_from_env(self, n: Node) -> tuple[Any, Any]:
+    def fetch_args_kwargs_from_env(self, n: Node) -> Any:
         arguments = super().fetch_args_kwargs_from_env(n)
         if self.repeated is None or n in self.results.repeatable:
             return arguments

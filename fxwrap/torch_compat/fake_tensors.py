@@ -59,6 +59,11 @@ def is_plain_fake(value: object, mode: FakeTensorMode) -> bool:
     )
 
 
+def is_written(fake: FakeTensor) -> bool:
+    """Whether a plain fake tensor, or another one of its memory, has been written in place."""
+    return fake._version > 0
+
+
 def is_described_by_layout(fake: FakeTensor) -> bool:
     """Whether sizes, strides, dtype and device describe a plain fake tensor that has memory of its own."""
     offset = fake.storage_offset()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 
 
@@ -16,3 +18,10 @@ def is_python_operator(name: str) -> bool:
     namespace, _, rest = name.partition("::")
     keys = ("CPU", "CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
     return namespace != "aten" and any(f"{namespace}/{rest}/{key}" in torch.library._impls for key in keys)
+
+
+# Why: Dynamo's graphs call functions of torch's by the modules that define them, one of which is private.
+FUNCTION_MODULES = (
+    torch, torch.nn.functional, torch.functional, torch.special, torch.linalg, torch.fft, torch._C._nn, operator,
+)  # fmt: skip
+"""Modules whose functions of tensors depend on their operands and on the modes of gradients and autocast alone."""

@@ -101,7 +101,6 @@ class RepeatedCalls:
 
     def run(self, target: Any, arguments: Any, keywords: Any, call: Callable[..., Any]) -> Any:
         """Returns the results of a call, `TracedTensor`s if it repeats an earlier one; else those of `call`."""
-
         if target is operator.getitem and isinstance(arguments[0], tuple | list):
             return arguments[0][arguments[1]]
 
@@ -132,7 +131,7 @@ class RepeatedCalls:
         if isinstance(argument, torch.SymInt):
             return torch.SymInt, argument.node.expr
         if isinstance(argument, _LITERALS):
-            return type(argument), repr(argument) if isinstance(argument, float) else argument
+            return type(argument), repr(argument) if isinstance(argument, float | complex) else argument  # -0.0 is 0.0
         if isinstance(argument, tuple | list):
             return type(argument), *[self._key(item, operands) for item in argument]
         if isinstance(argument, dict):
@@ -143,7 +142,7 @@ class RepeatedCalls:
 
     def _traced_tensor(self, functional: FunctionalTensor) -> TracedTensor:
         if id(functional) not in self._traced:
-            fake = torch._from_functional_tensor(functional.elem)
+            fake: Any = torch._from_functional_tensor(functional.elem)
             slot = get_proxy_slot(fake, self.tracer, None) if type(fake) is FakeTensor else None
             if slot is None or slot.constant is not None or not _is_copied(fake):
                 raise _NotRepeatable
@@ -241,7 +240,7 @@ def _fake_of(value: _Value, storages: dict[int, torch.UntypedStorage]) -> FakeTe
     with torch._C._DisableTorchDispatch(), torch._C._DisablePythonDispatcher():
         if value.storage in storages:
             meta = torch.empty(0, dtype=like.dtype, device="meta")
-            meta.set_(storages[value.storage], like.storage_offset(), like.shape, like.stride())  # type: ignore[call-overload]
+            meta.set_(storages[value.storage], like.storage_offset(), like.shape, like.stride())
         else:
             meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
             storages[value.storage] = meta.untyped_storage()

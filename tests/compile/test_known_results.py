@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._guards import TracingContext, detect_fake_mode
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention
@@ -436,6 +437,24 @@ def test_graphs_and_metadata_are_those_of_all_calls(function: Function, training
     assert_same_traces(function, inputs, dynamic)
 
 
+class Constants(nn.Module):
+    """Returns views of tensors that are neither parameters nor buffers, and of buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors = [torch.arange(6.0).view(2, 3)]
+        self.register_buffer("table", torch.arange(4.0).view(2, 2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Adds constants."""
+        constant = torch.tensor([[1.0, 2.0]])
+        return self.table.t(), self.tensors[0][0], constant.t(), constant + x, constant.expand(2, 2).t()
+
+
+def test_views_of_attributes_and_constants_are_traced_as_before() -> None:
+    assert_same_traces(Constants(), lambda: [torch.randn(2, 2)], dynamic=False)
+
+
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_statistics_that_schemas_do_not_name_are_written(training: bool) -> None:
     torch.manual_seed(0)
@@ -495,3 +514,18 @@ def _executed_calls(function: Function, *inputs: Tensor) -> list[str]:
 ])  # fmt: skip
 def test_only_views_and_writes_of_inputs_and_results_run(function: Function, calls: list[str]) -> None:
     assert _executed_calls(function, torch.randn(4, 4), torch.randn(4, 4)) == calls
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_repeated_calls_run_once(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: Counter[str] = Counter()
+    call_function = Interpreter.call_function
+
+    def counted(self: Interpreter, target: Any, arguments: Any, keywords: Any) -> Any:
+        counts[target.__name__] += 1
+        return call_function(self, target, arguments, keywords)
+
+    monkeypatch.setattr(Interpreter, "call_function", counted)
+    trace = _trace(_layers, [torch.randn(4, 4), torch.randn(4, 4)], dynamic, find_known_results)
+    assert trace.graphs[0].count("aten.native_layer_norm.default") >= 3
+    assert counts["layer_norm"] == counts["einsum"] == counts["softmax"] == 1
