@@ -130,7 +130,7 @@ def test_one_row_of_int4_and_many_columns(groups: int, magnitude: float) -> None
         assert torch.equal(program(*inputs)[0], program(*inputs)[0])
 
 
-@pytest.mark.parametrize("form", ["", "-routed", "-batched"])
+@pytest.mark.parametrize("form", ["", "-routed", "-scored", "-batched"])
 def test_experts(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EXPERTS, "small", (16, 4, 512, 384))  # type: ignore[arg-type]
     monkeypatch.setitem(EXPERTS, "wide", (8, 2, 256, 8192))  # type: ignore[arg-type]  # tiles of one token's experts
