@@ -123,7 +123,7 @@ def _score_functions(
     if bias is None:
         return biased_score_functions(query, None), ()
     try:
-        functions = computed_bias_functions(query, bias, fakes, written, hidden_number(node))
+        functions = computed_bias_functions(query, bias, fakes, written, hidden_number(node, fakes))
     except UnsupportedScoresError:
         buffer = without_broadcasts(copy, before, copy.node_map[bias], name)
         return biased_score_functions(query, copy.fakes[buffer]), (buffer,)

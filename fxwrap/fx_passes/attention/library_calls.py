@@ -11,6 +11,7 @@ from torch.fx import Node
 from fxwrap.fx_passes.attention.elements import FREE_VIEWS, filled_value
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.graph_copy import GraphCopy
+from fxwrap.fx_passes.prepared_graph import NodeValues
 from fxwrap.torch_compat import FakeTensor, arguments_by_name
 
 _aten = torch.ops.aten
@@ -24,7 +25,8 @@ _LIBRARY_CALLS = frozenset({
 _HIDDEN = -65504.0
 """The score that torch adds for False of a boolean mask of cuDNN's attention, before a version in which it is infinite.
 
-Rows whose keys are all hidden then attend to all of them, which is torch's issue 177842.
+Rows whose keys are all hidden then attend to all of them, which is torch's issue 177842. In float16, it may be the
+lowest number, by which a model masks.
 """
 
 
@@ -39,20 +41,17 @@ def bias_of(arguments: Mapping[str, Any]) -> Node | None:
     return bias
 
 
-def hidden_number(node: Node) -> Node | None:
+def hidden_number(node: Node, fakes: NodeValues) -> Node | None:
     """Returns the constant by which torch's conversion of a boolean mask hides keys from a call; None for others."""
     item = bias_of(library_arguments(node) or {})
-    if node.target is not _aten._scaled_dot_product_cudnn_attention.default:
+    if node.target is not _aten._scaled_dot_product_cudnn_attention.default or item is None:
         return None
-    while item is not None and name_of(item) in FREE_VIEWS:
-        item = item.args[0] if isinstance(item.args[0], Node) else None
-    if item is None or item.target is not _aten.where.self:
+    while name_of(item) in FREE_VIEWS and isinstance(item.args[0], Node):
+        item = item.args[0]
+    if item.target is not _aten.where.self or fakes[item].dtype is not torch.bfloat16:
         return None
-    condition, number, zero = item.all_input_nodes if len(item.all_input_nodes) == 3 else (None,) * 3
-    is_converted = isinstance(condition, Node) and name_of(condition) == "logical_not"
-    if not is_converted or number is None or zero is None or filled_value(zero) != 0:
-        return None
-    return number if filled_value(number) == _HIDDEN else None
+    numbers = {filled_value(part): part for part in item.args[1:] if isinstance(part, Node)}
+    return numbers[_HIDDEN] if numbers.keys() == {0, _HIDDEN} else None
 
 
 def is_readable(bias: FakeTensor, query: FakeTensor) -> bool:
