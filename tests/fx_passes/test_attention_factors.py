@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxwrap.fx_passes import prepare_graph
 from fxwrap.printers.triton import print_triton
 from tests.fx_passes.test_attention_backward import KERNELS, _launched, _step
 from tests.fx_passes.test_attention_backward import OPTIONS as TRAINING
@@ -175,3 +176,33 @@ def test_on_a_gpu(form: str, rows: int, is_trained: bool) -> None:
     pairs = zip(results, function(*doubles), strict=True) if is_trained else [(results, function(*doubles))]
     for actual, expected in pairs:
         assert (actual.double() - expected).norm() <= 1e-2 * expected.norm()
+
+
+SCALED: Mapping[str, tuple[Callable[[Tensor], Tensor], float]] = {
+    "product": (lambda score: score * 0.3, 0.3), "quotient": (lambda score: score / 4, 0.25),
+    "twice": (lambda score: (score * 0.5).float() * 0.6, 0.3),
+    "clamped": (lambda score: (score * 0.3).clamp(-1, 1), 0.3),
+    "masked": (lambda score: (score * 0.3).masked_fill(torch.arange(7) > 4, -1e9) * 0.5, 0.3),
+    "plain": (lambda score: score, 1.0), "clamped before": (lambda score: score.clamp(-1, 1) * 0.3, 1.0),
+    "shifted": (lambda score: (score + 1) * 0.3, 1.0),
+}  # fmt: skip
+"""Functions of scores, with the scale that kernels multiply sums of gradients by, instead of each score's gradient."""
+
+
+@pytest.mark.parametrize("form", SCALED)
+def test_scales_of_gradients(form: str) -> None:
+    """The backward's scale is the kernel's where it multiplies the gradient last, and the scores first."""
+    modify, scale = SCALED[form]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return torch.softmax(modify(query @ key.mT), -1).to(value.dtype) @ value
+
+    operands = [torch.randn(BATCH, HEADS, size, WIDTH) for size in (5, 7, 7)]
+    inputs, step = [torch.randn(BATCH, HEADS, 5, WIDTH), *operands], _step(attend)
+    graph = make_fx(step)(*inputs)
+    prepared = prepare_graph(graph, inputs, TRAINING)
+    (backward,) = [node for node in prepared.nodes if "flex_attention_backward" in str(node.target)]
+    assert backward.args[10] == pytest.approx(scale)
+    results = check_graph(graph, inputs, TRAINING).run([item.clone() for item in inputs])
+    for result, exact in zip(results, step(*[item.double() for item in inputs]), strict=True):
+        assert (result.double() - exact).norm() <= 1e-5 * exact.norm()

@@ -212,8 +212,8 @@ class AttentionRewriter:
         of_mask = (*buffers, self._least_maxima(before, maxima, operands, name)) if functions.reads_least else buffers
         options = self._kernel_options(before, formula, {WEIGHT_MOD: functions.backward_weight_mod}, name)
         fakes = self._gradient_fakes(inputs, backward, functions.matrices)
-        arguments = (*inputs, output, total, gradient, grad_total, relative, joint, block_mask, 1.0, options,
-                     (*buffers, maxima), of_mask)  # fmt: skip
+        arguments = (*inputs, output, total, gradient, grad_total, relative, joint, block_mask, functions.forward.scale,
+                     options, (*buffers, maxima), of_mask)  # fmt: skip
         call = copy.call(before, flex_attention_backward_operator(), arguments, name, fake=fakes)
         self._replace_gradients(backward, formula.sink, call, before, name)
         if formula.sink is not None and backward.grad_sink is not None:

@@ -8,7 +8,7 @@ the log-sum-exp of these: so they are exact where all scores of a row are a larg
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,11 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.fx_passes.attention.elements import Coordinate, ScalarGraph, UnsupportedScoresError
 from fxwrap.fx_passes.attention.key_bounds import needs_reference
+from fxwrap.fx_passes.attention.nodes import ELEMENTWISE, is_cast
 from fxwrap.fx_passes.attention.operands import AttentionOperands
 from fxwrap.fx_passes.attention.parts import AttentionBackward, AttentionFormula
 from fxwrap.fx_passes.attention.scores import BiasedScores, ScoreFunctionBuilder, ScoreFunctions
+from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.graph_copy import size_hint
 from fxwrap.fx_passes.prepared_graph import NodeValues
 from fxwrap.torch_compat import FakeTensor, flex_scatter_operator, in_fake_mode
@@ -123,14 +125,19 @@ class _BiasedGradients(BiasedScores):
 class _Builder(ScoreFunctionBuilder):
     def gradients(self, backward: AttentionBackward) -> ScoreGradients:
         """Returns the functions; all are parts of one graph."""
-        self.folds_scale = False  # the graph's backward multiplies its gradient by the same scale
+        scales = self._scales(backward)
+        self.folds_scale = bool(scales)
         self.inner = backward.inner
         start = self.placeholder("gradient", self.dtype)
         passed = self.modified_score()
+        self.folds_scale = False
         value = passed[self.formula.scores[-1]]
         first, *following = backward.grad_scores
         passed[first] = gradient = start
         for node in following:
+            if node in scales:  # the kernel multiplies gradients of queries and keys
+                passed[node] = gradient
+                continue
             if backward.logsumexp is None or node is not backward.logsumexp[1]:  # the kernel adds that gradient
                 for item in node.all_input_nodes:
                     self._add_side(item, passed)
@@ -150,11 +157,39 @@ class _Builder(ScoreFunctionBuilder):
         joint, mask_mod = self.part([gradient, *empty, *matrices], of_backward), self.mask_mod(value, sink, of_indices)
         weight_mods = [self.optional_part(factor, unread) for unread in (of_indices, (self.score, start, *of_backward))]
         sink_mod, reads = self.optional_part(sink, of_indices), self.read_tensors
-        forward = ScoreFunctions(score_mod, mask_mod, 1.0, reads, sink_mod, weight_mods[0])
+        forward = ScoreFunctions(score_mod, mask_mod, self.scale, reads, sink_mod, weight_mods[0])
         if least is not None:
             reference = self.call(_aten.index.Tensor, least, [self.indices["batch"], self.indices["head"]])
             mask_mod = self.mask_mod(value, reference, (self.score, start, maxima))
         return ScoreGradients(forward, relative_score_mod, joint, weight_mods[1], mask_mod, least is not None)
+
+    def _scales(self, backward: AttentionBackward) -> tuple[Node, ...]:
+        """Returns the operators that multiply the gradient by the scale of the scores last; none where others read it.
+
+        The scores are multiplied by the same scale first, and the backward reads only what follows.
+        """
+        formula = self.formula
+        if self.operands.factors or formula.query_key.target is _aten.baddbmm.default:
+            return ()
+        first, last = self._leading_scales(formula.scores[1:]), self._leading_scales(backward.grad_scores[:0:-1])
+        if not first or math.prod(first.values()) != math.prod(last.values()):
+            return ()
+        raw = {*formula.scores[: formula.scores.index([*first][-1])]}
+        own = {*backward.inner, *backward.grad_scores}
+        scaled = backward.grad_scores[backward.grad_scores.index([*last][-1]) :]
+        is_read = any(not own.isdisjoint(node.users) for node in raw) or not {*backward.matrices}.isdisjoint(scaled)
+        return () if is_read else tuple(last)
+
+    def _leading_scales(self, nodes: Sequence[Node]) -> dict[Node, float]:
+        """Returns the first operators that multiply by finite numbers, with these; views and casts may be between."""
+        scales = dict[Node, float]()
+        for node in nodes:
+            number: Any = node.args[1] if name_of(node) in ("mul", "div") and len(node.args) == 2 else None
+            if type(number) in (int, float) and math.isfinite(number) and number != 0 and not node.kwargs:
+                scales[node] = 1 / number if name_of(node) == "div" else number
+            elif name_of(node) in ELEMENTWISE and not is_cast(node, self.fakes):
+                break
+        return scales
 
     def _is_long(self) -> bool:
         """Whether bounds of keys that depend on maxima save more than the kernel costs that reduces these."""
