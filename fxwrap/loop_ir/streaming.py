@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from fxwrap.loop_ir.atoms import Axis
 from fxwrap.loop_ir.kernel import Compute, Constant, IndexValue, Kernel, Operation, Reduce, Store, operands
-from fxwrap.loop_ir.streaming_bounds import AxisBound, find_bounds
+from fxwrap.loop_ir.streaming_bounds import AxisBound, find_bounds, find_masks
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ class StreamingReduction:
         updates: stores of values of each row and streamed position.
         row_updates: additions of values of each row, which are computed from sums over `axes`.
         bounds: bounds of `axes`, beyond which weights, and values of updates, are zero. Limits may vary over rows.
-        masks: bounds of the last axis beyond which scores are large negative numbers, which weights may depend on.
+        masks: bounds of the last axis beyond which scores, or what they are sums of, are large negative numbers,
+            which weights may depend on.
         lowest_masks: those beyond which scores have no weight in rows whose maximum is above `FAR_ABOVE_LOWEST`.
         kernel: the kernel, with operations after its last that limits are computed from.
     """
@@ -412,9 +413,11 @@ class _Finder:
         neutral = 0.0 if parts.softmax is None else -math.inf
         inner = [*parts.columns, *[axis for product in parts.products for axis in product.axes]]
         bounds, kernel = find_bounds(self.kernel, parts.elements, neutral, parts.axes, inner)
-        if parts.softmax is None:
-            return replace(parts, bounds=bounds, kernel=kernel)
         known, masks_of = {item.condition for item in bounds}, dict[float, tuple[AxisBound, ...]]()
+        if parts.softmax is None:
+            masks, kernel = find_masks(kernel, parts.elements, _MASKED, parts.axes[-1], [*parts.axes[:-1], *inner])
+            masks = tuple([item for item in masks if item.condition not in known])
+            return replace(parts, bounds=bounds, masks=masks, kernel=kernel)
         for number in (_MASKED, _LOWEST):
             masks, kernel = find_bounds(kernel, parts.elements, number, parts.axes[-1:], [*parts.axes[:-1], *inner])
             masks_of[number] = tuple([item for item in masks if item.condition not in known])

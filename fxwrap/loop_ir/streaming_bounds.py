@@ -69,6 +69,17 @@ def find_bounds(
     return _BoundFinder(kernel, neutral, axes, inner).find(elements)
 
 
+def find_masks(
+    kernel: Kernel, elements: Sequence[int], number: float, axis: Axis, inner: Collection[Axis]
+) -> tuple[tuple[AxisBound, ...], Kernel]:
+    """Returns comparisons of a streamed axis that mask some of what elements are computed from, and the kernel.
+
+    They select a constant that is at most `number`. Elements beyond them count. The kernel has their limits, which are
+    as those of `find_bounds`.
+    """
+    return _BoundFinder(kernel, number, [axis], inner).find_masks(elements)
+
+
 @dataclass
 class _BoundFinder:
     kernel: Kernel
@@ -85,6 +96,18 @@ class _BoundFinder:
                 bound = self._bound(condition, holds)
                 bounds += [] if bound is None or self._is_asserted(bound) else [bound]
         return tuple(bounds), self._extended()
+
+    def find_masks(self, elements: Sequence[int]) -> tuple[tuple[AxisBound, ...], Kernel]:
+        bounds = dict[int, AxisBound]()
+        for position in sorted(self.kernel.backward_slice(elements)):
+            operation = self.kernel.operations[position]
+            if isinstance(operation, Compute) and operation.name == "where":
+                test, *choices = operation.operands
+                for holds, other in zip((True, False), reversed(choices), strict=True):
+                    for literal in self._conjuncts(test, holds) if self._is_neutral(other, self.neutral) else ():
+                        bound = None if literal[0] in bounds else self._bound(*literal)
+                        bounds |= {} if bound is None else {literal[0]: bound}
+        return tuple(bounds.values()), self._extended()
 
     def _extended(self) -> Kernel:
         kernel = self.kernel

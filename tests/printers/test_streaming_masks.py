@@ -208,6 +208,34 @@ def test_gradients(form: str, keys: int, group: int, monkeypatch: pytest.MonkeyP
         assert (result.double() - expected).norm() <= 1e-5 * expected.norm()
 
 
+@pytest.mark.parametrize("form", ["infinity", "biased", "padded", "prefix"])
+def test_gradients_in_half_precision(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of whole blocks take one fused multiply-add before the exponential; masked rows stay exact."""
+    monkeypatch.setattr(score_gradients, "_LONG", 1)
+    inputs = [torch.randn(BATCH, HEADS, 200, WIDTH).to(torch.float16), *_operands(200, torch.float16)]
+
+    def step(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+        leaves = [item.detach().requires_grad_() for item in (query, key, value)]
+        output = FORMS[form](*leaves, lengths)
+        return (output.detach(), *torch.autograd.grad(output, leaves, gradient))
+
+    planned, sources = plan(make_fx(step)(*inputs), inputs, TRAINED), list[str]()
+
+    def run(kernel: Kernel, buffers: dict[str, Tensor], numbers: dict[str, int]) -> None:
+        if find_streaming_reduction(kernel) is None:
+            evaluate_kernel(kernel, buffers)
+        else:
+            sources.append(_run_in_blocks(kernel, buffers, branches=False, row_block=32, half_products=True))
+
+    results = planned.run([item.clone() for item in inputs], run)
+    loops = [part for source in sources[1:] for part in source.split("for step in ")[1:]]
+    fused = [False, True, False, False] if form == "padded" else [True] * 4  # of partial and full blocks
+    assert ["-1.4426950408889634 + (" in part for part in loops] == fused
+    exact = step(*[item.double() if item.is_floating_point() else item for item in inputs])
+    for result, eager, expected in zip(results, step(*inputs), exact, strict=True):
+        assert (result.double() - expected).norm() <= 1.2 * (eager.double() - expected).norm() + 1e-4 * expected.norm()
+
+
 @pytest.mark.parametrize(("form", "count"), [("lowest", 1), ("window", 2), ("filled", 1), ("zeroed", 1)])
 def test_masks(form: str, count: int) -> None:
     """A mask of numbers is no bound: rows of such scores alone have weights."""

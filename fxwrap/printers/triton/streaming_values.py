@@ -237,10 +237,13 @@ class StreamingValuePrinter(BlockPrinter):
 
     @cached_property
     def may_overflow(self) -> bool:
-        """Whether scores may be below `LOWEST` and finite: they have such a number, or numbers from memory."""
-        softmax, products = self.parts.softmax, {item.position for item in self.parts.products}
-        kernel = self.parts.kernel
-        for position in kernel.backward_slice([] if softmax is None else [softmax.scores], products) - products:
+        """Whether scores that a maximum shifts may be below `LOWEST` and finite."""
+        return self.parts.softmax is not None and self._may_be_lowest(self.parts.softmax.scores, self.parts.kernel)
+
+    def _may_be_lowest(self, score: int, kernel: Kernel) -> bool:
+        """Whether a score may be below `LOWEST` and finite: it has such a number, or numbers from memory."""
+        products = {item.position for item in self.parts.products}
+        for position in kernel.backward_slice([score], products) - products:
             operation = kernel.operations[position]
             if isinstance(operation, Constant) and operation.dtype.is_floating_point:
                 if -math.inf < operation.value < LOWEST:
@@ -317,11 +320,17 @@ class StreamingValuePrinter(BlockPrinter):
         is_score = self.inner in self.kernel.value_axes[position]
         if not is_score or not isinstance(difference, Compute) or difference.name != "sub":
             return None
-        left, right = difference.operands
+        left, *shifts = difference.operands
+        shifted, both = self.kernel.operations[left], {self.parts.row, self.inner}
+        if isinstance(shifted, Compute) and shifted.name == "sub":
+            score, shift = shifted.operands
+            if not both <= self.kernel.value_axes[shift] and not self._may_be_lowest(score, self.kernel):
+                left, shifts = score, [*shifts, shift]  # a vector
         scaled = self._scaled(left)
         score, factor = (left, 1.0) if scaled is None else scaled
         unit = f"tl.full((), {factor * LOG2_E}, tl.float32)"
-        return self.fma(self.value(score, scope), unit, self._negative_shift(right, scope))
+        addend = " + ".join([self._negative_shift(item, scope) for item in shifts])
+        return self.fma(self.value(score, scope), unit, f"({addend})" if len(shifts) > 1 else addend)
 
     def _negative_shift(self, position: int, scope: Scope) -> str:
         """Returns the negative of a value in units in which the exponential is a power of 2."""
