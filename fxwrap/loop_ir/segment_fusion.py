@@ -58,7 +58,10 @@ def _fuse_along(kernel: Kernel, axis: Axis, hint: Callable[[Size], int], near_by
     """Returns the kernel with the segments of an axis fused; None if lengths differ or no bytes are saved."""
     comparisons = axis_comparisons(kernel, axis)
     points = {point for comparison in comparisons.values() for point in comparison.points}
-    is_unrolled = _is_short(axis) and (_is_rotated(kernel, axis) or (bool(points) and _is_interleaved(kernel, axis)))
+    is_repeated = near_bytes > TRANSFER_BYTES and _is_repeated(kernel, axis)
+    is_unrolled = _is_short(axis) and (
+        _is_rotated(kernel, axis) or (_is_interleaved(kernel, axis) and (bool(points) or is_repeated))
+    )
     if is_unrolled:
         points |= {as_index(element) for element in range(1, int(axis.size))}
     ordinals = _equal_segments(axis, points)
@@ -103,6 +106,14 @@ def _is_rotated(kernel: Kernel, axis: Axis) -> bool:
 def _is_interleaved(kernel: Kernel, axis: Axis) -> bool:
     """Whether stores are contiguous along an axis, as those of a stack of a last dimension."""
     return all(store.index.stride(axis) == ONE for store in kernel.stores)
+
+
+def _is_repeated(kernel: Kernel, axis: Axis) -> bool:
+    """Whether all elements along an axis are computed from the same loads, as those that a repetition stores."""
+    loads = [item for item in kernel.operations if isinstance(item, Load)]
+    return bool(loads) and not any(
+        axis in kernel.address_axes[at] for at, item in enumerate(kernel.operations) if isinstance(item, Load)
+    )
 
 
 def _equal_segments(axis: Axis, points: Set[Index]) -> dict[Index, int]:

@@ -219,9 +219,18 @@ def quantised_rows(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.round(x / scale).clamp(-128, 127).to(torch.int8)
 
 
+def bytes_of_halves(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (x * y).to(torch.uint8)
+
+
 @pytest.mark.parametrize(
     ("function", "dtype"),
-    [(sum_of_halves, torch.float16), (sum_of_weighted_conditions, F32), (quantised_rows, F32)],
+    [
+        (sum_of_halves, torch.float16),
+        (sum_of_weighted_conditions, F32),
+        (quantised_rows, F32),
+        (bytes_of_halves, torch.float16),
+    ],
     ids=lambda item: getattr(item, "__name__", str(item)),
 )
 def test_gcc_vectorises_loops_over(
@@ -250,6 +259,28 @@ def test_gcc_vectorises_loops_over(
     lane_loops = [lines_of(header, body) for call, body in calls.items() if call in kernel.source]
     assert simd_loops or lane_loops
     assert all(loops <= vectorised for loops in lane_loops)
+
+
+def test_casts_of_floats_to_bytes_wrap_around() -> None:
+    numbers = [-1.5, 255.5, 256.0, 3e9, 2147483520.0, 2147483648.0, -2147483904.0, 4294967552.0, 5e18, 1e20, -3e9]
+    x = torch.tensor([*numbers, torch.inf, -torch.inf, torch.nan])
+    for dtype in (F32, BF16, torch.float16):
+        used = x.to(dtype)
+        (result,) = compile_graph(make_fx(lambda x: x.to(torch.uint8))(used), [used])(used)
+        assert torch.equal(result, used.to(torch.uint8))
+
+
+@pytest.mark.parametrize("times", [2, 3, 4])
+def test_repeated_elements_are_stored_in_one_iteration(times: int) -> None:
+    def repeated(x: torch.Tensor) -> torch.Tensor:
+        return x.repeat_interleave(times, -1)
+
+    x = torch.randn(30, 50)
+    compiled = compile_graph(make_fx(repeated)(x), [x], options=Options(emitter="interpreter"))
+    (result,) = compiled(x)
+    assert torch.equal(result, repeated(x))
+    (kernel,) = compiled.program.kernels
+    assert len(re.findall(r"out0\[.*\] = ", kernel.source)) == times
 
 
 def lines_of(path: Path, pattern: str) -> set[tuple[str, int]]:

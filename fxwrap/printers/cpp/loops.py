@@ -129,15 +129,18 @@ class LoopPrinter(ABC):
         return f"#pragma omp parallel for{simd} COLLAPSE schedule(static){self.private()}{self.clause}{condition}"
 
     def private(self) -> str:
-        """Returns the clause that gives threads copies of the pointers to inputs, or nothing where that is no matter.
+        """Returns the clause that gives threads copies of the pointers to tensors, or nothing where that is no matter.
 
-        Lambdas refer to pointers, which threads would share in memory. A store of bytes may change any memory in C++,
-        so that the compiler would load a shared pointer again after it, and vectorise no loop that does.
+        Lambdas (of reductions, and of blocks of float16) refer to pointers, which threads would share in memory. A
+        store of bytes may change any memory in C++, so that the compiler would load a shared pointer again after it,
+        and vectorise no loop that does.
         """
+        buffers = (*self.kernel.inputs, *self.kernel.outputs)
         has_bytes = any(buffer.dtype in (torch.int8, torch.uint8) for buffer in self.kernel.outputs)
-        if not has_bytes or not self.kernel.reductions or not self.kernel.inputs:
+        has_lambdas = self.kernel.reductions or any(buffer.dtype is torch.float16 for buffer in buffers)
+        if not has_bytes or not has_lambdas:
             return ""
-        return f" firstprivate({', '.join([buffer.name for buffer in self.kernel.inputs])})"
+        return f" firstprivate({', '.join([buffer.name for buffer in buffers])})"
 
     def simd(self) -> str:
         """Returns the pragma of the vectorised loop."""

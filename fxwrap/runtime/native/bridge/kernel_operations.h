@@ -98,7 +98,7 @@ INLINE double copysign(double a, double b) { return __builtin_copysign(a, b); }
   INLINE double name(double a, double b) { return ::name(a, b); }
 UNARY(exp2) UNARY(expm1) UNARY(log) UNARY(log2) UNARY(log10) UNARY(log1p)
 UNARY(tan) UNARY(sinh) UNARY(cosh)
-UNARY(asin) UNARY(acos) UNARY(atan) UNARY(asinh) UNARY(acosh) UNARY(atanh) UNARY(erfc)
+UNARY(atan) UNARY(asinh) UNARY(acosh) UNARY(erfc)
 BINARY(atan2) BINARY(hypot) BINARY(nextafter)
 #undef UNARY
 #undef BINARY
@@ -115,7 +115,47 @@ INLINE double exp(double x) { return ::exp(x); }
 INLINE float pow(float a, float b) { return ::powf(a, b); }
 #endif
 INLINE double erf(double x) { return ::erf(x); }
-INLINE double tanh(double x) { return ::tanh(x); }
+INLINE double asin(double x) { return ::asin(x); }
+INLINE double acos(double x) { return ::acos(x); }
+INLINE double atanh(double x) { return ::atanh(x); }
+
+// Of |x| <= 0.5, asin(x) is an odd polynomial (Cephes); of others, pi / 2 - 2 * asin(sqrt((1 - x) / 2)). The vector form of
+// the C library computes lanes of 1 and -1 one by one, to which operands are often clamped.
+struct ArcSine {
+  float result;  // asin of x, or of the root
+  bool is_far;   // whether |x| > 0.5
+  INLINE explicit ArcSine(float x) : is_far(__builtin_fabsf(x) > 0.5f) {
+    const float size = __builtin_fabsf(x), square = is_far ? 0.5f * (1.0f - size) : x * x;
+    const float at = is_far ? __builtin_sqrtf(square) : size;
+    float series = 4.2163199048e-2f;
+    series = __builtin_fmaf(series, square, 2.4181311049e-2f);
+    series = __builtin_fmaf(series, square, 4.5470025998e-2f);
+    series = __builtin_fmaf(series, square, 7.4953002686e-2f);
+    series = __builtin_fmaf(series, square, 1.6666752422e-1f);
+    result = __builtin_fmaf(series * square, at, at);
+  }
+};
+INLINE float asin(float x) {
+  const ArcSine part(x);
+  const float far = __builtin_fmaf(-2.0f, part.result, 1.57079632679f);
+  return __builtin_copysignf(part.is_far ? far : part.result, x);
+}
+INLINE float acos(float x) {
+  const ArcSine part(x);
+  const float twice = 2.0f * part.result, far = x < 0 ? 3.14159265359f - twice : twice;
+  return part.is_far ? far : 1.57079632679f - __builtin_copysignf(part.result, x);
+}
+INLINE float atanh(float x) {  // after Cephes, too; the sum keeps the logarithm in all lanes, for which there are vectors
+  const bool is_small = __builtin_fabsf(x) < 0.5f;
+  const float square = x * x, large = log(is_small ? 1.0f : (1.0f + x) / (1.0f - x));
+  float series = 1.81740078349e-1f;
+  series = __builtin_fmaf(series, square, 8.24370301058e-2f);
+  series = __builtin_fmaf(series, square, 1.46691431730e-1f);
+  series = __builtin_fmaf(series, square, 1.99782164500e-1f);
+  series = __builtin_fmaf(series, square, 3.33337300303e-1f);
+  const float small = __builtin_fmaf(series * square, x, x);
+  return __builtin_fmaf(0.5f, large, is_small ? small : -0.0f);
+}
 
 // 4^k * exp(r) with |r| <= log(2). The power of two is 2^k twice, whose bits are those of x / log(4) rounded by the
 // addition of a large number; so results may be denormal or infinite. Where the result is 0 the power is, because some

@@ -45,7 +45,11 @@ template <> struct Cast<int32_t, float> { static INLINE int32_t of(float v) { re
 template <> struct Cast<int32_t, double> { static INLINE int32_t of(double v) { return to_integer<int32_t>(v); } };
 template <> struct Cast<int64_t, float> { static INLINE int64_t of(float v) { return to_integer<int64_t>(v); } };
 template <> struct Cast<int64_t, double> { static INLINE int64_t of(double v) { return to_integer<int64_t>(v); } };
+#ifdef __x86_64__  // all floats of 2^31 and more are multiples of 256, and conversions give 0x80000000 for them
+template <> struct Cast<uint8_t, float> { static INLINE uint8_t of(float v) { return uint8_t(int32_t(v)); } };
+#else
 template <> struct Cast<uint8_t, float> { static INLINE uint8_t of(float v) { return uint8_t(int64_t(v)); } };
+#endif
 template <> struct Cast<uint8_t, double> { static INLINE uint8_t of(double v) { return uint8_t(int64_t(v)); } };
 template <> struct Cast<int8_t, float> { static INLINE int8_t of(float v) { return int8_t(int32_t(v)); } };
 template <> struct Cast<int8_t, double> { static INLINE int8_t of(double v) { return int8_t(int32_t(v)); } };
