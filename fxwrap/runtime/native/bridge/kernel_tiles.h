@@ -50,10 +50,42 @@ template <class T> inline void transpose_16(const T* source, int64_t stride, T* 
   for (int i = 0; i < 16; ++i) *reinterpret_cast<Row*>(target + i * target_stride) = a[i];
 }
 
+// The same of 8 x 8 elements of 64 bits, whose rows are vectors of 64 bytes, too.
+template <class T> inline void transpose_8(const T* source, int64_t stride, T* target, int64_t target_stride) {
+  typedef uint64_t Row __attribute__((vector_size(64), aligned(8), may_alias));
+#define MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+  Row a[8], b[8];
+  for (int i = 0; i < 8; ++i) a[i] = *reinterpret_cast<const Row*>(source + i * stride);
+  for (int i = 0; i < 8; i += 2) {
+    b[i] = MIX(a[i], a[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+    b[i + 1] = MIX(a[i], a[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int k = i; k < i + 2; ++k) {
+      a[k] = MIX(b[k], b[k + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+      a[k + 2] = MIX(b[k], b[k + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  for (int k = 0; k < 4; ++k) {
+    b[k] = MIX(a[k], a[k + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    b[k + 4] = MIX(a[k], a[k + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+#undef MIX
+  for (int i = 0; i < 8; ++i) *reinterpret_cast<Row*>(target + i * target_stride) = b[i];
+}
+
 // target[i * target_stride + j] = source[j * stride + i], for i < height and j < width. The last blocks overlap those before
 // them.
 template <class T>
 inline void transpose(const T* source, int64_t stride, int height, int width, T* target, int64_t target_stride) {
+  if constexpr (sizeof(T) == 8)
+    if (height >= 8 && width >= 8) {
+      for (int j = 0; j < width; j += 8)
+        for (int i = 0; i < height; i += 8) {
+          const int row = fxwrap::min(i, height - 8), column = fxwrap::min(j, width - 8);
+          transpose_8(source + column * stride + row, stride, target + row * target_stride + column, target_stride);
+        }
+      return;
+    }
   if (height < 16 || width < 16) {
     for (int j = 0; j < width; ++j)
       for (int i = 0; i < height; ++i) target[i * target_stride + j] = source[j * stride + i];
