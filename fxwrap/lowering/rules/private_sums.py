@@ -17,7 +17,7 @@ _MAX_ELEMENTS = 1 << 16
 _MAX_COPIED_ELEMENTS = 1 << 18
 """The most elements that have copies, and the most elements of all copies, which are written and read once more."""
 
-_MAX_COPIES = 1024
+_MAX_COPIES = 8192
 _MIN_VALUES, _VALUES_OF_A_COPY = 64, 16
 """The values of an element from which on it has copies, and those that are added to one at least."""
 
