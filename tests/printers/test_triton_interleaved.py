@@ -39,7 +39,7 @@ def neighbours(sizes: tuple[Size, ...], count: int, dtype: torch.dtype = F32, pl
         ((5, 48), 4, F32, (32, 2)),  # masks along both dimensions
         ((3, 20), 8, torch.uint8, (16, 0)),  # axes in one dimension
         ((SYMBOL, 21), 2, F64, (32, 0)),
-        ((SYMBOL, 64), 4, torch.int64, (64, 8)),
+        ((SYMBOL, 64), 2, torch.int64, (64, 8)),
     ],
 )
 def test_adjacent_elements_are_one_access(
@@ -57,6 +57,14 @@ def test_adjacent_elements_are_one_access(
     total = int(product((*[size if isinstance(size, int) else 7 for size in sizes], count)))
     start = random(dtype, total, torch.Generator().manual_seed(2))
     assert text != check(in_place, tile, numbers={"s0": 7}, in_place={"out": start})
+
+
+@pytest.mark.parametrize(("count", "dtype"), [(8, F32), (4, torch.int64)], ids=str)
+def test_elements_of_several_vectors_are_accesses_of_their_own(count: int, dtype: torch.dtype) -> None:
+    """Halves of two vectors of a thread would go through shared memory."""
+    kernel = neighbours((512, 64), count, dtype)
+    assert check(neighbours((5, 64), count, dtype)).count("tl.load(") == count + 1
+    assert "bar.sync" not in instructions(kernel, configurations(kernel)[0])
 
 
 def test_three_elements_are_three_accesses() -> None:

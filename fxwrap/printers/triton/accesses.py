@@ -103,9 +103,18 @@ def itemsize(kernel: Kernel, access: Load | Store) -> int:
 
 
 def joined_accesses(kernel: Kernel, inner: Axis) -> list[InterleavedAccess]:
-    """Returns the interleaved accesses along an axis that are one in Triton, whose blocks split and join in halves."""
-    accesses = [item for item in interleaved_accesses(kernel) if item.axis == inner]
-    return [item for item in accesses if item.halves and _is_joined(kernel, item)]
+    """Returns the interleaved accesses along an axis that are one in Triton, whose blocks split and join in halves.
+
+    A thread has all their elements in one vector: halves of several vectors would be exchanged by threads.
+    """
+    accesses = [item for item in interleaved_accesses(kernel) if item.axis == inner and item.halves]
+    return [item for item in accesses if _vector_bytes(kernel, item) <= VECTOR_BYTES and _is_joined(kernel, item)]
+
+
+def _vector_bytes(kernel: Kernel, access: InterleavedAccess) -> int:
+    first = kernel.operations[access.positions[0]]
+    assert isinstance(first, Load | Store)
+    return access.count * itemsize(kernel, first)
 
 
 def _is_joined(kernel: Kernel, access: InterleavedAccess) -> bool:
