@@ -150,7 +150,7 @@ class RepeatedCalls:
         return self._traced[id(functional)][1]
 
     def _record(self, key: Any, operands: Sequence[TracedTensor], call: Callable[..., Any]) -> Any:
-        before, counts = next(iter(reversed(self.tracer.graph.nodes))), dict(self.tracer.torch_fn_counts)
+        before, counts = next(iter(reversed(self.tracer.graph.nodes)), None), dict(self.tracer.torch_fn_counts)
         result = call()
         added = []
         for node in reversed(self.tracer.graph.nodes):

@@ -191,6 +191,10 @@ def _constants(x: Tensor, w: Tensor) -> Tensor:
     return x @ w * scale + torch.arange(x.shape[-1])
 
 
+def _without_inputs(_x: Tensor, _w: Tensor) -> tuple[Tensor, ...]:
+    return torch.ones(3) * 2, torch.arange(4).float().sin(), torch.ones(3) * 2
+
+
 def _complex(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     z = torch.complex(x, w)
     return z.conj(), z.real, z.abs(), torch.view_as_real(z), z.conj().imag
@@ -318,7 +322,7 @@ FUNCTIONS: tuple[Function, ...] = (
     _transposed_in_place, _metadata_of_input, _modes, _ends_without_gradients, _needs_gradients, _random, _sizes, _data,
     _item, _constants, _complex, _sparse, _tuples, _custom, _autograd_function, _checkpointed, _conditional, _attention,
     _transforms, _checked, _embedding, _foreach, _data_attribute, _layers, _layers_in_modes, _operands_of_one_storage,
-    _numbers, _repeated_writes, _repeated_tuples,
+    _without_inputs, _numbers, _repeated_writes, _repeated_tuples,
 )  # fmt: skip
 
 
