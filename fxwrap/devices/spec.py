@@ -99,7 +99,7 @@ class MatmulTraits:
         generated_unaligned_products: by dtype, the largest number of products of a sum with which a generated matmul
             that stores unaligned rows is faster than a library's with padded rows, which are then copied.
         generated_grouped_rows: by dtype, the largest average number of rows of a group with which generated grouped
-            matmuls are faster than a library's.
+            matmuls are faster than a library's; at most 4 where columns of matrices are not contiguous.
         accumulated_dtypes: dtypes in which a library's GEMM that adds to a matrix in place is faster than a kernel that
             adds after it; `autotune` times both.
         grouped_dtypes: dtypes in which a library has grouped matmuls, which loops over experts become.
@@ -157,11 +157,14 @@ class MatmulTraits:
         is_large = self.padding_costs.saved_bytes(rows, columns, products) >= self.padding_costs.min_saved_bytes
         return is_unaligned and is_large and products <= dict(self.generated_unaligned_products).get(dtype, 0)
 
-    def generates_grouped(self, matmul_kernels: str, dtype: torch.dtype, rows: object, groups: object) -> bool:
+    def generates_grouped(
+        self, matmul_kernels: str, dtype: torch.dtype, rows: object, groups: object, has_columns: bool
+    ) -> bool:
         """Whether a grouped matmul is a kernel, with the option `matmul_kernels`: only of static sizes by default."""
         if matmul_kernels != "auto" or not isinstance(rows, int) or not isinstance(groups, int):
             return matmul_kernels == "generated"
-        return rows <= groups * dict(self.generated_grouped_rows).get(dtype, 0)
+        most = dict(self.generated_grouped_rows).get(dtype, 0)
+        return rows <= groups * (most if has_columns else min(most, 4))
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,6 +224,21 @@ def test_devices_say_for_how_many_rows_of_a_group_kernels_are_faster() -> None:
         assert called(program) == calls
 
 
+@pytest.mark.parametrize(("rows", "calls"), [(ROWS, {"_grouped_mm": 1}), (20, {})])
+def test_few_rows_of_a_group_multiply_matrices_whose_columns_are_not_contiguous(
+    rows: int, calls: Mapping[str, int]
+) -> None:
+    """Eight rows of a group are too many, although the device has kernels of so many where columns are contiguous."""
+    x, tokens, offsets, _, into, _ = expert_inputs(BF16)
+    inputs = [x, tokens[:rows], offsets * rows // ROWS, into.transpose(1, 2).contiguous()]
+    device = dataclasses.replace(CPU, matmuls=dataclasses.replace(CPU.matmuls, generated_grouped_rows=((BF16, 8),)))
+
+    def gated(x: Tensor, tokens: Tensor, offsets: Tensor, matrices: Tensor) -> Tensor:
+        return functional.silu(torch._grouped_mm(x[tokens], matrices, offsets))
+
+    assert called(compiled(gated, inputs, matmul_kernels="auto", devices=[device])) == calls
+
+
 def test_every_emitter_agrees_on_experts() -> None:
     for matmul_kernels in ("auto", "generated"):
         options = {"matmul_kernels": matmul_kernels}

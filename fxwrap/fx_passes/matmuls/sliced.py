@@ -66,8 +66,8 @@ def _match_grouped(node: Node, fakes: NodeValues, context: FxPassContext) -> Mat
     spec = context.options.device_specs().get(rows.device.type)
     if spec is None or rows.ndim != 2 or weights.ndim != 3:
         return None
-    sizes = rows.shape[0], weights.shape[0]
-    if not spec.matmuls.generates_grouped(context.options.matmul_kernels, rows.dtype, *sizes):
+    sizes, has_columns = (rows.shape[0], weights.shape[0]), weights.stride(1) == 1
+    if not spec.matmuls.generates_grouped(context.options.matmul_kernels, rows.dtype, *sizes, has_columns):
         return None
     return Matmul(node, left, right, None)
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from fxwrap.loop_ir import Scalar
+from fxwrap.loop_ir import ONE, Scalar
 from fxwrap.lowering.fusion.definitions import (
     Definition,
     ElementReader,
@@ -23,7 +23,7 @@ from fxwrap.lowering.fusion.definitions import (
     reduction,
     unwrap_views,
 )
-from fxwrap.lowering.fusion.tracing import read_bytes
+from fxwrap.lowering.fusion.tracing import read_bytes, resolve_views
 from fxwrap.lowering.graph_definitions import library_call_reason
 from fxwrap.lowering.rules.indexing_common import unchecked_indirect_index
 from fxwrap.lowering.rules.registry import (
@@ -193,6 +193,12 @@ def _groups_of_rows(call: OperatorCall, offsets: Definition, rows: Size) -> Defi
     return call.share(("groups of rows", offsets, rows), define)
 
 
+def _has_contiguous_columns(matrices: Definition) -> bool:
+    """Whether elements of a column are beside each other in the tensor that matrices are a view of."""
+    (*outer, first), (*others, second) = [resolve_views(matrices, (0, row, 0))[1] for row in (0, 1)]
+    return outer == others and second - first == ONE
+
+
 @lowering_rule("aten._grouped_mm.default", rules=MATMUL_RULES)
 def _grouped_mm(
     call: OperatorCall,
@@ -208,7 +214,8 @@ def _grouped_mm(
     if offsets is None:
         return _matrix_product(call, left, right)
     (count, *_), (rows, *_) = right.sizes, left.sizes
-    if not call.spec.matmuls.generates_grouped(call.matmul_kernels, left.dtype, rows, count):
+    is_generated = call.spec.matmuls.generates_grouped
+    if not is_generated(call.matmul_kernels, left.dtype, rows, count, _has_contiguous_columns(right)):
         raise Declined(library_call_reason(call.name) or "a library call")
     if len(left.sizes) != 2 or len(right.sizes) != 3 or not isinstance(count, int) or not count:
         raise Declined("kernels of grouped matmuls have groups of rows, and a constant number of matrices")
