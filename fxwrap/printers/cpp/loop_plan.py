@@ -25,6 +25,7 @@ from fxwrap.loop_ir import (
     ReductionResult,
     Store,
     eliminate_dead_operations,
+    interleaved_accesses,
     operands,
 )
 from fxwrap.symbolic import Size, product
@@ -189,8 +190,13 @@ def make_loop_plan(kernel: Kernel) -> LoopPlan:
     if not candidates:
         return LoopPlan(kernel, None)
     passes = _passes(kernel)
+    interleaved = {position: item.axis for item in interleaved_accesses(kernel) for position in item.positions}
     accesses = [
-        (item.index, (8 * passes[position] if kernel.varying[position] else 1) * (3 if isinstance(item, Store) else 2))
+        _Access(
+            item.index,
+            (8 * passes[position] if kernel.varying[position] else 1) * (3 if isinstance(item, Store) else 2),
+            interleaved.get(position),
+        )
         for position, item in enumerate(kernel.operations)
         if isinstance(item, Load | Store)
     ]
@@ -213,15 +219,27 @@ def _passes(kernel: Kernel) -> Counter[int]:
     return Counter([item for used in targets.values() for item in kernel.backward_slice(used, reductions)])
 
 
-def _score(axis: Axis, accesses: list[tuple[Index, int]], is_short_allowed: bool) -> int:
+@dataclass(frozen=True)
+class _Access:
+    """A load or a store: its index and weight, and the axis along which it is contiguous together with others."""
+
+    index: Index
+    weight: int
+    interleaved: Axis | None
+
+
+def _score(axis: Axis, accesses: Sequence[_Access], is_short_allowed: bool) -> int:
     """Returns the larger number for the better vectorised axis.
 
     A short axis fills no vector, but if all accesses are contiguous along it, any other one passes over memory again
     for each of its elements. It is worth that only where vectors compute costly operations.
     """
-    strides = [(index.stride(axis), weight) for index, weight in accesses]
-    is_contiguous = [stride is not None and stride.constant in (0, 1) for stride, _ in strides]
-    score = sum([weight * (2 if item else -1) for item, (_, weight) in zip(is_contiguous, strides, strict=True)])
+    strides = [item.index.stride(axis) for item in accesses]
+    is_contiguous = [
+        axis == item.interleaved or (stride is not None and stride.constant in (0, 1))
+        for item, stride in zip(accesses, strides, strict=True)
+    ]
+    score = sum([item.weight * (2 if is_near else -1) for item, is_near in zip(accesses, is_contiguous, strict=True)])
     short = isinstance(axis.size, int) and axis.size < 8
     return score - (64 * len(accesses) if short and not (is_short_allowed and all(is_contiguous)) else 0)
 
