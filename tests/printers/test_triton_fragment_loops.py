@@ -142,6 +142,17 @@ def int4_of(columns: int, groups: int) -> Kernel:
     return parse_kernel(f"{replaced(head, {**sizes, 'f32[32]': f'f32[{columns}]', 'j: 32': f'j: {columns}'})}\n{body}")
 
 
+@pytest.mark.parametrize(("columns", "groups", "block"), [(16384, 64, 32), (16384, 20, 16), (4096, 64, 16)])
+def test_digits_of_eight_rows_are_multiplied_by_their_bits(columns: int, groups: int, block: int) -> None:
+    """Programs of many columns have 32 of these, unless their last step would be half empty."""
+    text = str(int4(8, groups, 32)).replace("j: 32", f"j: {columns}").replace("out[32*i", f"out[{columns}*i")
+    for count in (32 * 32 * groups, 32 * groups, 8 * 32):
+        text = text.replace(f"[{count}]", f"[{columns * count // 32}]", 2)
+    first = configurations(parse_kernel(text))[0]
+    assert isinstance(first, FragmentConfiguration) and first.raw_digits and first.y_block == block
+    check(int4(8, 16, 32), replace(fragments(int4(8, 16, 32), 8, 32, 2, 4), raw_digits=True), tolerance=1e-3)
+
+
 @SHUFFLED
 @pytest.mark.parametrize("is_gated", [True, False])
 def test_a_looping_program_moves_no_operand_between_lanes(is_gated: bool) -> None:

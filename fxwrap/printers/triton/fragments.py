@@ -114,7 +114,8 @@ def fragment_configurations(
 
     Fewer larger groups than those of a tile share a fragment or follow one another. Programs go through columns in a
     loop where these are more than one block for each. Digits are multiplied as bits where rows are few, so that these
-    have fewer registers than weights, and of one sum, or in a loop: several sums of a step would need too many.
+    have fewer registers than weights, and of one sum, or in a loop: several sums of a step would need too many; and
+    where rows fill fragments.
     """
     count, columns = contraction.row_count, product([axis.size for axis in contraction.columns])
     groups, size = product([axis.size for axis in form.groups]), form.contraction.summed_count
@@ -144,9 +145,14 @@ def fragment_configurations(
                 x=contraction.rows, y=contraction.columns, p=form.groups, x_block=padded, y_block=tile.columns,
                 p_block=fragments.groups, r_block=int(size), num_warps=warps, max_registers=tile.max_registers,
                 loads_ahead=tile.loads_ahead and groups > fragments.groups, programs=programs,
-                raw_digits=has_digits and fragments.chunks > 1 and (programs > 0 or len(contraction.sums) == 1),
+                raw_digits=has_digits and _multiplies_bits(contraction, fragments, programs),
             ))  # fmt: skip
     return list(dict.fromkeys(candidates))
+
+
+def _multiplies_bits(contraction: ContractionForm, fragments: Fragments, programs: int) -> bool:
+    """Whether digits are multiplied as bits: where these are few registers, or rows fill fragments."""
+    return fragments.joined == 1 or (fragments.chunks > 1 and (programs > 0 or len(contraction.sums) == 1))
 
 
 def _programs(tile: FragmentTile, fragments: Fragments, spec: DeviceSpec) -> int:

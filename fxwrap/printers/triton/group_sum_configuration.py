@@ -96,13 +96,14 @@ _HALF_STEP_FULL_FRAGMENT_TILE = FragmentTile(16, 2, 2, False, 128)
 _FEW_COLUMNS_FULL_FRAGMENT_TILE = FragmentTile(16, 4, 4, False, 128)
 _HALF_STEP_FEW_COLUMNS_FULL_FRAGMENT_TILE = FragmentTile(16, 4, 2, False, 128)
 _LONG_FULL_FRAGMENT_TILE = FragmentTile(16, 8, 4, True, 128)
-"""The best tiles of 5 to 8 rows: of many columns and of few, each also where its last step would be half empty, and of
-few columns of long rows."""
+_MANY_COLUMNS_FULL_FRAGMENT_TILE = FragmentTile(32, 2, 4, False, 128)
+"""The best tiles of 5 to 8 rows: of several sums and of few columns, each also where its last step would be half empty,
+of few columns of long rows, and of one sum of many columns, whose programs then read the rows half as often."""
 
 _FULL_FRAGMENT_TILES = (
     _FULL_FRAGMENT_TILE, _FEW_COLUMNS_FULL_FRAGMENT_TILE, _LONG_FULL_FRAGMENT_TILE, _HALF_STEP_FULL_FRAGMENT_TILE,
-    _HALF_STEP_FEW_COLUMNS_FULL_FRAGMENT_TILE, FragmentTile(16, 8, 8, False, 128), FragmentTile(16, 1, 4, False, 128),
-    FragmentTile(32, 2, 4, False, 0),
+    _HALF_STEP_FEW_COLUMNS_FULL_FRAGMENT_TILE, _MANY_COLUMNS_FULL_FRAGMENT_TILE, FragmentTile(16, 8, 8, False, 128),
+    FragmentTile(16, 1, 4, False, 128), FragmentTile(32, 2, 4, False, 0),
 )  # fmt: skip
 
 _SPLIT_SUM_TILE = _Tile(16, 8, 4, 3)
@@ -155,7 +156,7 @@ def group_sum_configurations(
             dots.append(_batched_dots(contraction, form, padded, size, tile, block))
     of_row = _row_group_sum_configurations(contraction, form, hint)
     known = [*of_row, *(dots[:1] if of_row and fragments else dots)]
-    return [*fragments, *known] if _prefers_fragments(contraction, hint) else [*known, *fragments]
+    return [*fragments, *known] if _prefers_fragments(contraction, fragments, hint) else [*known, *fragments]
 
 
 def _best_group_sum_tile(contraction: ContractionForm, padded_rows: int, hint: Hint) -> _Tile:
@@ -218,6 +219,8 @@ def _best_full_fragment_tile(
         if _is_long(form, hint):
             return _LONG_FULL_FRAGMENT_TILE
         tiles = (_FEW_COLUMNS_FULL_FRAGMENT_TILE, _HALF_STEP_FEW_COLUMNS_FULL_FRAGMENT_TILE)
+    elif len(contraction.sums) == 1:
+        tiles = (_MANY_COLUMNS_FULL_FRAGMENT_TILE, _HALF_STEP_FULL_FRAGMENT_TILE)
     count = hint(product([axis.size for axis in form.groups]))
     steps = [item.p_block for tile in tiles for item in fragment_configurations(contraction, form, [tile], spec)]
     if len(steps) == len(tiles) and _padded(count, steps[0]) > max(_MOST_PADDED * count, _padded(count, steps[1])):
@@ -244,12 +247,13 @@ def _best_fragment_tile(contraction: ContractionForm, form: GroupedSums, hint: H
     return two if _is_long(form, hint) else three
 
 
-def _prefers_fragments(contraction: ContractionForm, hint: Hint) -> bool:
-    """Whether fragments are first: of one row, and of 5 to 8 for several sums or few columns."""
+def _prefers_fragments(contraction: ContractionForm, fragments: Sequence[FragmentConfiguration], hint: Hint) -> bool:
+    """Whether fragments are first: of one row, and of 5 to 8 for several sums, few columns, or digits."""
     rows = hint(contraction.row_count)
     if rows <= MIN_PADDED_ROWS // 2:
         return rows == 1
-    return len(contraction.sums) > 1 or not is_wide(contraction, hint)
+    has_digits = bool(fragments) and fragments[0].raw_digits
+    return len(contraction.sums) > 1 or not is_wide(contraction, hint) or has_digits
 
 
 def _is_long(form: GroupedSums, hint: Hint) -> bool:
