@@ -272,15 +272,13 @@ def _layers(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return *results, x
 
 
-def _layers_in_modes(x: Tensor, w: Tensor) -> Tensor:
+def _layers_in_autocast(x: Tensor, w: Tensor) -> Tensor:
     y = functional.linear(x, w)
     with torch.autocast("cpu", torch.bfloat16):
         y = functional.linear(x, w) + y
     with torch.autocast("cpu", torch.float16):
         y = functional.linear(x, w) + y
-    y = functional.linear(x, w) + y
-    with torch.no_grad():
-        return functional.linear(x, w) + y
+    return functional.linear(x, w) + y
 
 
 def _operands_of_one_storage(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
@@ -321,8 +319,8 @@ FUNCTIONS: tuple[Function, ...] = (
     _write_view_of_input, _write_without_gradients, _write_result, _write_returned, _write_by_operand,
     _transposed_in_place, _metadata_of_input, _modes, _ends_without_gradients, _needs_gradients, _random, _sizes, _data,
     _item, _constants, _complex, _sparse, _tuples, _custom, _autograd_function, _checkpointed, _conditional, _attention,
-    _transforms, _checked, _embedding, _foreach, _data_attribute, _layers, _layers_in_modes, _operands_of_one_storage,
-    _without_inputs, _numbers, _repeated_writes, _repeated_tuples,
+    _transforms, _checked, _embedding, _foreach, _data_attribute, _layers, _layers_in_autocast,
+    _operands_of_one_storage, _without_inputs, _numbers, _repeated_writes, _repeated_tuples,
 )  # fmt: skip
 
 
