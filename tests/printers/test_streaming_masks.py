@@ -236,6 +236,34 @@ def test_gradients_in_half_precision(form: str, monkeypatch: pytest.MonkeyPatch)
         assert (result.double() - expected).norm() <= 1.2 * (eager.double() - expected).norm() + 1e-4 * expected.norm()
 
 
+@pytest.mark.parametrize("axis", [-2, -1])
+def test_lowest_numbers_of_rows_or_keys_in_memory(axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole rows of queries, or keys, have bfloat16's lowest number, which no other unit can hold."""
+    monkeypatch.setattr(score_gradients, "_LONG", 1)
+    gradient, *others = [torch.randn(BATCH, HEADS, 128, WIDTH).to(torch.bfloat16) for _ in range(4)]
+    is_padding = torch.arange(128) >= torch.tensor([85, 0])[:, None, None, None]
+    mask = torch.where(is_padding, torch.finfo(torch.bfloat16).min, 0.0).to(torch.bfloat16).transpose(-1, axis)
+    inputs = [gradient, *others, mask.contiguous()]
+
+    def step(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        leaves = [item.detach().requires_grad_() for item in (query, key, value)]
+        scores = leaves[0] @ leaves[1].mT * 0.25 + mask
+        output = torch.softmax(scores.float(), -1).to(value.dtype) @ leaves[2]
+        return (output.detach(), *torch.autograd.grad(output, leaves, gradient))
+
+    planned = plan(make_fx(step)(*inputs), inputs, TRAINED)
+
+    def run(kernel: Kernel, buffers: dict[str, Tensor], numbers: dict[str, int]) -> None:
+        if find_streaming_reduction(kernel) is None:
+            evaluate_kernel(kernel, buffers)
+        else:
+            _run_in_blocks(kernel, buffers, branches=False, row_block=32, half_products=True)
+
+    results = planned.run([item.clone() for item in inputs], run)
+    for result, eager, exact in zip(results, step(*inputs), step(*[item.double() for item in inputs]), strict=True):
+        assert (result.double() - exact).norm() <= 1.2 * (eager.double() - exact).norm()
+
+
 @pytest.mark.parametrize(("form", "count"), [("lowest", 1), ("window", 2), ("filled", 1), ("zeroed", 1)])
 def test_masks(form: str, count: int) -> None:
     """A mask of numbers is no bound: rows of such scores alone have weights."""

@@ -242,14 +242,14 @@ class StreamingValuePrinter(BlockPrinter):
 
     def _may_be_lowest(self, score: int, kernel: Kernel) -> bool:
         """Whether a score may be below `LOWEST` and finite: it has such a number, or numbers from memory."""
-        products = {item.position for item in self.parts.products}
+        products, both = {item.position for item in self.parts.products}, {self.parts.row, self.inner}
         for position in kernel.backward_slice([score], products) - products:
             operation = kernel.operations[position]
             if isinstance(operation, Constant) and operation.dtype.is_floating_point:
                 if -math.inf < operation.value < LOWEST:
                     return True
             elif isinstance(operation, Load) and operation.dtype.is_floating_point:
-                if operation.dtype is not torch.float16 and self.inner in kernel.value_axes[position]:
+                if operation.dtype is not torch.float16 and not both.isdisjoint(kernel.value_axes[position]):
                     return True
         return False
 
