@@ -19,7 +19,7 @@ _CALL_METHOD = "fxwrap_runtime.call_method.default"
 def check_results(program: ir.Program) -> ir.Program:
     """Returns the program with a check after each call of an operator from outside torch, for each result.
 
-    A check follows the lines that define the symbols of the result's type. In a function that a device captures it runs
+    Checks follow the lines that define the symbols of the results' types. In a function that a device captures it runs
     when the operator does: at the capture. Linear in the number of lines; returns the same object without such calls.
     """
     if not any(_is_checked(line) for line in program.lines()):
@@ -41,10 +41,9 @@ def _checked(block: ir.Block) -> ir.Block:
         if symbol is not None:
             undefined.remove(symbol.name)
         pending += _checks(line)
-        unknown = frozenset(undefined)
-        ready = [check for check in pending if unknown.isdisjoint(_symbols(check))]
-        pending = [check for check in pending if check not in ready]
-        lines += ready
+        if frozenset(undefined).isdisjoint([name for check in pending for name in _symbols(check)]):
+            lines += pending
+            pending = []
     return ir.Block(block.arguments, tuple(lines))
 
 

@@ -119,6 +119,23 @@ def test_all_emitters_say_the_same(ops: Any) -> None:
             item.flat(x)
 
 
+def test_checks_follow_all_symbols_of_a_call(ops: Any) -> None:
+    """No line stands between a call and the last line that defines a symbol of its types."""
+    program = check_results(
+        fxwrap.parse("""
+program @p(%x: borrowed f32[4, 3]@cpu) {
+  %a, %b = extern.call @fxwrap_results_checked.two.default(%x) : f32[u0, 3]@cpu, f32[u1, 3]@cpu
+  u1 = symbol.size(%b) dim=0 rank=2
+  u0 = symbol.size(%a) dim=0 rank=2
+  control.return(%a, %b)
+}
+""")
+    )
+    assert [line.opcode for line in fxwrap.verify(program).body.lines] == [
+        "extern.call", "symbol.size", "symbol.size", "check.layout", "check.layout", "control.return"
+    ]  # fmt: skip
+
+
 def test_a_check_follows_the_symbols_of_its_type(ops: Any) -> None:
     """And precedes the use that consumes the result. Operators of torch and unused results have none."""
     program = fxwrap.verify(
