@@ -115,9 +115,8 @@ def _check_layout(
     strides: Sequence[int],
     device: torch.device,
     alignment: int,
-    operator: str = "",
 ) -> None:
-    check_tensor(tensor, name, dtype, sizes, strides, device, operator)
+    check_tensor(tensor, name, dtype, sizes, strides, device)
     if tensor is not None and alignment != 1:
         check_alignment(tensor, name, alignment)
 
@@ -230,7 +229,7 @@ _OPERATORS = (
     _Operator("workspace(SymInt size, bool zeroed, Device device) -> Tensor", _workspace, _workspace),
     _Operator(
         "check_layout(Tensor? tensor, str name, ScalarType dtype, SymInt[] sizes, SymInt[] strides, Device device, "
-        "int alignment, str operator=\"\") -> ()",
+        "int alignment) -> ()",
         _check_layout, has_side_effect=True,
     ),
     _Operator("check_rank(Tensor? tensor, str name, int rank) -> ()", check_rank, has_side_effect=True),

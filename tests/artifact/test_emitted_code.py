@@ -47,7 +47,7 @@ def compiled(emitter: str) -> fxwrap.Compiled:
 def content_of(program: fxwrap.Program, emitter: str, options: str = "") -> bytes:
     """The content of a cache's entry."""
     emitted, call = emit(program, emitter), {"of": "a test"}
-    return program_content(SavedContent(program, emitter, options), emitted, "entry", call)
+    return program_content(SavedContent(program, emitter, options), emitted, "entry", call, has_bridge=True)
 
 
 def compiled_content(emitter: str) -> tuple[fxwrap.Compiled, bytes]:
@@ -94,7 +94,7 @@ def test_the_code_of_a_cache_is_that_of_the_compile(is_same_version: bool, monke
     x = torch.randn(3)
     assert torch.equal(emitted.flat(3, 3, x)[0], -x)
     monkeypatch.setattr("fxwrap.runtime.native.build.run_compiler", lambda *arguments, **_: compiles.append(arguments))
-    content = program_content(SavedContent(program, "cpp"), emitted, "entry", {})
+    content = program_content(SavedContent(program, "cpp"), emitted, "entry", {}, has_bridge=True)
     if not is_same_version:
         monkeypatch.setattr("fxwrap.artifact.emitted_code.code_identity", lambda: "of another version")
     loaded = load_content(content, "entry")

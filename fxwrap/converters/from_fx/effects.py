@@ -110,8 +110,7 @@ def _exit_range(importer: GraphImporter, node: Node) -> None:
 
 def _check_layout(importer: GraphImporter, node: Node) -> None:
     tensor = importer.tensor(node, node.args[0])
-    items = [importer.argument(node, item) for item in node.args[1:]]
-    name, dtype, sizes, strides, device, alignment, operator = [*items, ""][:7]
+    name, dtype, sizes, strides, device, alignment = (importer.argument(node, item) for item in node.args[1:])
     type_ = TensorType(dtype, sizes, strides, torch.device(device))
     line = importer.original_line(node, lines.CheckLayout)
     if line is not None:
@@ -119,7 +118,7 @@ def _check_layout(importer: GraphImporter, node: Node) -> None:
         same = (before.dtype, before.sizes, before.strides, before.device) == (dtype, sizes, strides, type_.device)
         type_ = before if same else type_
         name = line.name if name == (line.name or line.tensor.name) else name
-    importer.emit_without_result(lines.CheckLayout(tensor, type_, name, alignment, operator), node)
+    importer.emit_without_result(lines.CheckLayout(tensor, type_, name, alignment), node)
 
 
 def import_wait(importer: GraphImporter, node: Node) -> None:

@@ -261,11 +261,12 @@ class FxConverter(GraphEmitter):
         self.fxwrap_operator(line, _FXWRAP.exit_device.default, [torch.device(line.device), *_stream(line)])
 
     def check_layout(self, line: lines.CheckLayout) -> None:
+        if line.operator:  # a further reader of the result, for which no pattern of a rewrite has a place
+            return
         type_ = line.expected
         tensor = self.writer.argument(line.tensor)
         layout = self.writer.layout(type_)
         arguments = [tensor, line.name or line.tensor.name, type_.dtype, *layout, type_.device, line.alignment]
-        arguments += [line.operator] if line.operator else []
         self.fxwrap_operator(line, _FXWRAP.check_layout.default, arguments)
 
     def comment(self, line: lines.Comment) -> None:

@@ -335,15 +335,13 @@ def _assert_scalar(writer: DirectWriter, node: Node) -> str:
 
 
 def _check_layout(writer: DirectWriter, node: Node) -> str:
-    names = ["tensor", "name", "dtype", "sizes", "strides", "device", "alignment"]
-    if len(node.args) > len(names) or "operator" in node.kwargs:
-        names.append("operator")
-    tensor, name, dtype, sizes, strides, device, alignment, *operator = named_arguments(node, *names)
+    tensor, name, dtype, sizes, strides, device, alignment = named_arguments(
+        node, "tensor", "name", "dtype", "sizes", "strides", "device", "alignment"
+    )
     if alignment != 1:
         return writer.fxwrap_operator(node)
     arguments = [writer.text(tensor), writer.text(name), writer.text(dtype), writer.tuple(sizes), writer.tuple(strides)]
-    arguments += map(writer.text, (device, *operator))
-    return writer.runtime(checks, "check_layout", arguments)
+    return writer.runtime(checks, "check_layout", [*arguments, writer.text(device)])
 
 
 def _cond(writer: DirectWriter, node: Node) -> str:

@@ -82,7 +82,9 @@ def known_index(definition: Definition, size: Size) -> KnownIndex | None:
     An index is known if it is computed from positions and numbers alone.
     """
     sizes = [item for item in definition.sizes if item != 1]
-    if len(sizes) != 1 or not isinstance(size, int) or not isinstance(sizes[0], int) or sizes[0] > _MAX_POSITIONS:
+    if len(sizes) != 1 or not isinstance(size, int) or not isinstance(sizes[0], int):
+        return None
+    if not 0 < sizes[0] <= _MAX_POSITIONS:
         return None
     limits = _limits(definition)
     if limits is None or min(limits[0].min(), limits[1].min()) < 0 or max(limits[0].max(), limits[1].max()) >= size:

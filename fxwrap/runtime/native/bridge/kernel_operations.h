@@ -115,6 +115,7 @@ INLINE double exp(double x) { return ::exp(x); }
 INLINE float pow(float a, float b) { return ::powf(a, b); }
 #endif
 INLINE double erf(double x) { return ::erf(x); }
+INLINE double tanh(double x) { return ::tanh(x); }
 INLINE double asin(double x) { return ::asin(x); }
 INLINE double acos(double x) { return ::acos(x); }
 INLINE double atanh(double x) { return ::atanh(x); }
