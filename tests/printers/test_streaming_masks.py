@@ -172,6 +172,7 @@ def test_masked_blocks_are_read_for_rows_without_other_keys_only(form: str, lang
     torch.testing.assert_close(result[1, :, 64:192].double(), exact[1, :, 64:], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", ["infinity", "band", "biased", "padded", "padded band", "prefix"])
 @pytest.mark.parametrize(("keys", "group"), [(256, 1), (200, 1), (200, 2)])
 def test_gradients(form: str, keys: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
