@@ -148,7 +148,7 @@ def kernels() -> list[Kernel]:
     """Kernels whose sizes are and are not multiples of tiles and vectors."""
     return [
         *[matmul(*case) for case in [(1, 40, 1100), (2, 9, 64), (5, 8, 33), (11, 13, 5), (16, 12, 1100)]],
-        matmul(4, 6, 31, "f64"), matmul(9, 4, 1500, "f16"), matmul("s0", "s1", "s2"), matmul("s0", 9, 40, "bf16"),
+        matmul(4, 6, 31, "f64"), matmul(9, 4, 1500, "f16"), matmul("s0", "s1", "s2"), matmul("s0", 9, 40, "f16"),
         parse_kernel(BATCHED), parse_kernel(QUANTISED), parse_kernel(ROW_REDUCTIONS),
         parts(3, 300), parts(11, 512, "welford"), statistics(40, "max", 1),
     ]  # fmt: skip
