@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -88,8 +87,7 @@ def _is_understood(node: Node) -> bool:
     if target in _STATE_FUNCTIONS or target is getattr:
         return True
     name = getattr(target, "__name__", "")
-    is_function = isinstance(target, BuiltinFunctionType | FunctionType) or callable(target)
-    return is_function and any(getattr(module, name, None) is target for module in FUNCTION_MODULES)
+    return any(getattr(module, name, None) is target for module in FUNCTION_MODULES)
 
 
 def _must_run(node: Node, value: object) -> bool:

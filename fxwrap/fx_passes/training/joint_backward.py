@@ -82,3 +82,9 @@ def with_fake(node: Node, like: Node) -> Node:
     fakes = {operand: operand.meta["val"] for operand in node.all_input_nodes}
     node.meta = {**like.meta, "val": run_on_fakes(node, fakes, like.meta["val"])}
     return node
+
+
+def have_static_sizes(*nodes: Node) -> bool:
+    """Whether nodes are tensors of known sizes."""
+    fakes = [node.meta.get("val") for node in nodes]
+    return all(isinstance(fake, FakeTensor) and all(type(size) is int for size in fake.shape) for fake in fakes)

@@ -10,8 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxwrap.fx_passes.effects import is_movable
-from fxwrap.fx_passes.training.joint_backward import with_fake
-from fxwrap.torch_compat import FakeTensor
+from fxwrap.fx_passes.training.joint_backward import have_static_sizes, with_fake
 
 _aten = torch.ops.aten
 
@@ -55,9 +54,7 @@ def _sources(indices: list[Node]) -> list[Node]:
         node = pending.pop()
         if node in seen:
             continue
-        fake = node.meta.get("val")
-        is_static = isinstance(fake, FakeTensor) and all(type(size) is int for size in fake.shape)
-        if not is_static or node.op != "call_function" or not is_movable(node) or len(seen) == _MAX_NODES:
+        if not have_static_sizes(node) or node.op != "call_function" or not is_movable(node) or len(seen) == _MAX_NODES:
             return []
         seen.add(node)
         pending += node.all_input_nodes

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.fx_passes.experts.rows import is_zero
 from fxwrap.fx_passes.prepared_graph import Target
-from fxwrap.fx_passes.training.joint_backward import call_like, operators_of_options
+from fxwrap.fx_passes.training.joint_backward import call_like, have_static_sizes, operators_of_options
 from fxwrap.options import Options
 from fxwrap.torch_compat import FakeTensor
 
@@ -122,7 +122,7 @@ def _weighted_put(node: Node) -> _WeightedPut | None:
         return None
     zeros, indices, values, _ = arguments
     dims = [dim for dim, item in enumerate(indices) if item is not None]
-    if not _is_static(node, zeros, values) or not is_zero(zeros):
+    if not have_static_sizes(node, zeros, values) or not is_zero(zeros):
         return None
     rank = node.meta["val"].dim()
     if values.meta["val"].dim() != rank or dims != [*range(dims[0], dims[0] + len(dims))]:
@@ -130,19 +130,15 @@ def _weighted_put(node: Node) -> _WeightedPut | None:
     sizes = values.meta["val"].shape
     for number, dim in enumerate(dims):
         index = indices[dim]
-        if not _is_static(index) or _varying(index, len(dims)) != [number] or index.meta["val"].numel() != sizes[dim]:
+        if not have_static_sizes(index) or _varying(index, len(dims)) != [number]:
+            return None
+        if index.meta["val"].numel() != sizes[dim]:
             return None
     base, factors = _factors(values)
     if any(dim not in dims for dim, _ in factors):
         return None
     own = {dim: tuple(sorted((item for at, item in factors if at == dim), key=str)) for dim in dims}
     return _WeightedPut(node, base, {dim: (indices[dim], own[dim]) for dim in dims})
-
-
-def _is_static(*nodes: Node) -> bool:
-    """Whether nodes are tensors of known sizes."""
-    fakes = [node.meta.get("val") for node in nodes]
-    return all(isinstance(fake, FakeTensor) and all(type(size) is int for size in fake.shape) for fake in fakes)
 
 
 def _varying(node: Node, rank: int) -> list[int]:
@@ -154,7 +150,7 @@ def _varying(node: Node, rank: int) -> list[int]:
 def _factors(values: Node) -> tuple[Node, tuple[tuple[int, Factor], ...]]:
     """Returns a tensor, and the vectors along a dimension, or 1 minus them, that values are its product with."""
     arguments = [item for item in values.args if isinstance(item, Node)]
-    if len(arguments) != 2 or values.kwargs or not _is_static(values, *arguments):
+    if len(arguments) != 2 or values.kwargs or not have_static_sizes(values, *arguments):
         return values, ()
     left, right = arguments
     if values.target is _aten.mul.Tensor:
