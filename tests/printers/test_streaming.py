@@ -29,6 +29,7 @@ from fxwrap.loop_ir import (
 from fxwrap.printers import PrintedKernel
 from fxwrap.printers.cpp import print_cpp_kernel
 from fxwrap.printers.triton import StreamingConfiguration, configurations, print_triton
+from fxwrap.printers.triton.helpers import helper_sources
 from fxwrap.printers.triton.streaming_configuration import streaming_configurations
 from fxwrap.runtime.kernels import load_kernel
 from tests.loop_ir.test_streaming import SUMS
@@ -149,7 +150,39 @@ def test_scores_of_half_precision() -> None:
         assert f"unit = tl.full((), {1.4426950408889634 * factor}, tl.float32)" in source
         assert "bitcast=True) - tl.cast(" in source
         assert "* tl.div_rn(1.0, " in source
-        assert source.count("tl.fma(") == 2 * (2 if cap else 1)
+        body = source.partition("for step in")[2]
+        assert body.count("tl.fma(") == 2 * (2 if cap else 1)
+
+
+def test_soft_caps_of_half_precision_have_no_branches() -> None:
+    """Divisions and hyperbolic tangents of scores have none; those of scores that are rounded less are exact."""
+    for dtype, is_exact in ((torch.float16, False), (torch.float32, True)):
+        source = _check_triton(attention_kernel(rows=35, keys=70, dtype=dtype, cap=20.0))
+        loop = source.partition("for step in")[2].partition("for step in")[0]
+        assert ("libdevice.tanh(" in loop, "div_rn(" in loop) == (is_exact, is_exact)
+        assert ("score_tanh(" in loop) != is_exact
+
+
+def test_tanh_of_scores() -> None:
+    """Its relative error is a few units in the last place, of small scores too."""
+    magnitudes = torch.logspace(-6, 2, 1021, dtype=torch.float64).float()
+    x = torch.cat([magnitudes, -magnitudes, torch.tensor([0.0, 0.5, -0.5, torch.inf, -torch.inf, torch.nan])])
+    source = "\n\n\n".join([_IMPORTS, *helper_sources(["score_tanh"]), _TANH])
+    launch = load_kernel("triton", source, ("*fp32", "*fp32"), ())
+    result = torch.empty_like(x)
+    launch((1, 1, 1), x, result)
+    torch.testing.assert_close(result.double(), x.double().tanh(), rtol=4e-7, atol=0.0, equal_nan=True)
+
+
+_IMPORTS = """import triton
+import triton.language as tl
+from triton.language.extra import libdevice"""
+
+_TANH = """@triton.jit
+def fxwrap_tanh_of_scores(in0_ptr, out0_ptr):
+    x = tl.arange(0, 2048)
+    tl.store(out0_ptr + x, score_tanh(tl.load(in0_ptr + x)))
+"""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -22,8 +22,8 @@ def attention_kernel(
 ) -> Kernel:  # fmt: skip
     """Returns causal attention with a linear bias, which stores the output and the log-sum-exp of each row.
 
-    With a cap, the scores are cap * tanh(score / 2 + bias). `mask` is another mask, of the kernel, row and key, which
-    may load from `position`, int64 of each row; other scores are `masked`.
+    With a cap, the scores are cap * tanh((score / 2 + bias) / cap). `mask` is another mask, of the kernel, row and key,
+    which may load from `position`, int64 of each row; other scores are `masked`.
     """
     body = KernelBuilder()
     head, row, column = Axis("p0", heads), Axis("p1", rows), Axis("p2", columns)
@@ -33,7 +33,7 @@ def attention_kernel(
     other = body.load("key", linearize_index((head, key, inner), (heads, keys, width)), dtype).to(computes)
     (score,) = body.reduce("sum", query * other, [inner])
     bias = body.load("slopes", as_index(head), computes) * (body.index(key) - body.index(row)).to(computes)
-    biased = (score * 0.5 + bias).tanh() * cap if cap else score + bias
+    biased = ((score * 0.5 + bias) / cap).tanh() * cap if cap else score + bias
     visible = body.index(row) >= body.index(key) - 2 if mask is None else mask(body, row, key)
     scores = visible.where(biased, masked)
     (largest,) = body.reduce("max", scores, [key])

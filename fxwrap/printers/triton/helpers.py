@@ -10,40 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 
-_EXTREME = '''
-def {place}_{extreme}(a, a_position, b, b_position):
-    """The {comparative} of two, NaN counting as the {extreme}; the {place} of equals."""
-    better = (a {sign} b) | ((a != a) & (b == b))
-    same = (a == b) | ((a != a) & (b != b))
-    chosen = better | (same & (a_position {order} b_position))
-    return tl.where(chosen, a, b), tl.where(chosen, a_position, b_position)
-
-
-'''
-
-_ATOMIC = '''
-def atomic_{kind}_float(pointer, value, mask, INTEGER: tl.constexpr, UNSIGNED: tl.constexpr, NAN: tl.constexpr):
-    """The {comparative} of a float in memory and another: as integers they are in order, but those below zero in reverse.
-
-    NaN is {nan}, as long as its sign is as here, in memory too.
-    """
-    bits = tl.where(value != value, NAN, value.to(INTEGER, bitcast=True))
-    integers = pointer.to(tl.pointer_type(INTEGER), bitcast=True)
-    tl.atomic_{kind}(integers, bits, mask=mask & (bits >= 0), sem="relaxed")
-    naturals = pointer.to(tl.pointer_type(UNSIGNED), bitcast=True)
-    tl.atomic_{opposite}(naturals, bits.to(UNSIGNED, bitcast=True), mask=mask & (bits < 0), sem="relaxed")
-
-
-'''  # noqa: E501
-
-_LOG_ADD_EXP = '''def log_add_exp(a, b):
-    """log(exp(a) + exp(b)) without overflow."""
-    largest = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-    smallest = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
-    finite = (largest != smallest) | (tl.abs(largest) != float("inf"))
-    difference = tl.where(finite, smallest - largest, 0.0)
-    return tl.where(finite, largest + libdevice.log1p(libdevice.exp(difference)), largest)
-'''
+from fxwrap.printers.triton.helper_families import HELPER_FAMILIES
 
 _TEXTS = '''
 def floor_quotient(a, b):
@@ -72,15 +39,21 @@ def float_quotient(a, b):
     """
     if has_ptx():
         quotient = a / b
-        reciprocal = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b], tl.float32, is_pure=True, pack=1
-        )
+        reciprocal = float_reciprocal(b)
         reciprocal = tl.fma(tl.fma(reciprocal * -1.0, b, 1.0), reciprocal, reciprocal)
         corrected = tl.fma(tl.fma(quotient * -1.0, b, a), reciprocal, quotient)
         corrected = tl.fma(tl.fma(corrected * -1.0, b, a), reciprocal, corrected)
         return tl.where((tl.abs(corrected) > 1e-30) & (tl.abs(corrected) < 1e38), corrected, quotient)
     else:
         return tl.div_rn(a, b)
+
+
+def float_reciprocal(x):
+    """1 / x of float32, or 0 below the smallest normal number. In PTX it is one instruction, as in `float_rsqrt`."""
+    if has_ptx():
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return 1.0 / x
 
 
 def float_rsqrt(x):
@@ -203,6 +176,25 @@ def fast_erf(x):
 def fast_tanh(x):
     """The hyperbolic tangent to 1e-7, absolutely: for sums with 1 that half precision keeps little of."""
     return 1.0 - 2.0 / (1.0 + float_exp2(x * 2.8853900817779268))
+
+
+def score_tanh(x):
+    """The hyperbolic tangent to a few units in the last place, without the branch of libdevice's."""
+    square = x * x
+    near = tl.fma(square, 1.7256992e-2, -5.3052951e-2)
+    near = tl.fma(near, square, 1.3325988e-1)
+    near = tl.fma(near, square, -3.3333150e-1)
+    near = tl.fma(near * square, x, x)
+    return tl.where(tl.abs(x) < 0.5, near, 1.0 - 2.0 * float_reciprocal(1.0 + float_exp2(x * 2.8853900817779268)))
+
+
+def log_add_exp(a, b):
+    """log(exp(a) + exp(b)) without overflow."""
+    largest = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    smallest = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    finite = (largest != smallest) | (tl.abs(largest) != float("inf"))
+    difference = tl.where(finite, smallest - largest, 0.0)
+    return tl.where(finite, largest + libdevice.log1p(libdevice.exp(difference)), largest)
 
 
 def digamma(x):
@@ -428,17 +420,6 @@ def wait_for_launches():
 
 '''
 
-_GENERATED = [
-    *[
-        _EXTREME.format(place=place, extreme=extreme, comparative=comparative, sign=sign, order=order)
-        for place, order in (("first", "<"), ("last", ">"))
-        for extreme, comparative, sign in (("largest", "larger", ">"), ("smallest", "smaller", "<"))
-    ],
-    _ATOMIC.format(kind="max", opposite="min", comparative="larger", nan="larger than infinity"),
-    _ATOMIC.format(kind="min", opposite="max", comparative="smaller", nan="smaller than minus infinity"),
-    _LOG_ADD_EXP,
-]
-
 _HAS_FLOAT8 = '''
 def has_float8(_semantic=None):
     """Whether the GPU for which the kernel is compiled converts and multiplies float8; not in Triton's interpreter."""
@@ -475,7 +456,9 @@ HELPERS: Mapping[str, str] = {
     "has_dependent_launch": _HAS_DEPENDENT_LAUNCH,
 } | {
     match.group(1): "@triton.jit\n" + match.group(0).strip()
-    for match in re.finditer(r"^def (\w+)\(.*?(?=^def |\Z)", _TEXTS + "".join(_GENERATED), re.MULTILINE | re.DOTALL)
+    for match in re.finditer(
+        r"^def (\w+)\(.*?(?=^def |\Z)", _TEXTS + "".join(HELPER_FAMILIES), re.MULTILINE | re.DOTALL
+    )
 }
 """The decorated source of each helper by name."""
 

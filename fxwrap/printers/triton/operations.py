@@ -274,6 +274,11 @@ class PrintedExpression:
     helpers: tuple[str, ...] = ()
 
 
+def safe_reciprocal(divisor: float | None) -> float | None:
+    """Returns the reciprocal of a divisor with which no quotient overflows or underflows earlier; None without one."""
+    return 1.0 / divisor if divisor is not None and 2.0**-60 < abs(divisor) < 2.0**60 else None
+
+
 class Arithmetic:
     """Writes the arithmetic operations of one kernel."""
 
@@ -325,12 +330,10 @@ class Arithmetic:
         dividend, constant = [self.kernel.operations[item] for item in operation.operands]
         if isinstance(dividend, Constant) or not isinstance(constant, Constant):
             return None
-        if not 2.0**-60 < abs(constant.value) < 2.0**60:
+        reciprocal, exact = safe_reciprocal(constant.value), abs(math.frexp(constant.value)[0]) == 0.5
+        if reciprocal is None or not (exact or (position in self.fast_math and operation.dtype is torch.float32)):
             return None
-        exact = abs(math.frexp(constant.value)[0]) == 0.5
-        if not exact and not (position in self.fast_math and operation.dtype is torch.float32):
-            return None
-        factor = literal_text(1.0 / constant.value, operation.dtype)
+        factor = literal_text(reciprocal, operation.dtype)
         if operation.dtype is not torch.float32:
             factor = f"tl.full((), {factor}, {TRITON_DTYPES[operation.dtype]})"
         return factor

@@ -4,7 +4,8 @@ Limits of the blocks that a program visits are known before the loop. Those that
 in the conditions of its elements, and the loop ends at the last one.
 
 Weights that are rounded to half precision allow what eager's separate kernels do not do: multiplications and additions
-of scores are contracted, and a division by a value of each row is a multiplication by its reciprocal.
+of scores are contracted, a division by a value of each row is a multiplication by its reciprocal, and quotients and
+hyperbolic tangents of scores are computed without branches, to a few units in the last place.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from fxwrap.loop_ir import (
     renumber_index,
 )
 from fxwrap.printers.triton.blocks import BlockPrinter, Scope
-from fxwrap.printers.triton.operations import TRITON_DTYPES
+from fxwrap.printers.triton.operations import TRITON_DTYPES, safe_reciprocal
 from fxwrap.printers.triton.streaming_configuration import MIN_DOT, streaming_parts
 from fxwrap.printers.triton.tiling import StreamingConfiguration, next_power_of_2
 
@@ -262,15 +263,22 @@ class StreamingValuePrinter(BlockPrinter):
         return None
 
     def _scaled(self, position: int) -> tuple[int, float] | None:
-        """Returns the operands of a multiplication by a positive constant in half precision's kernels."""
+        """Returns the operand and the factor of a multiplication by a positive constant in half precision's kernels.
+
+        A division by one is such a multiplication.
+        """
         operation = self.kernel.operations[position]
-        if not self.is_half or not isinstance(operation, Compute):
+        if not self.is_half or not isinstance(operation, Compute) or operation.dtype is not torch.float32:
             return None
-        if operation.name == "mul" and operation.dtype is torch.float32:
+        if operation.name == "mul":
             for one, other in (operation.operands, operation.operands[::-1]):
                 number = self._constant(other)
                 if number is not None and 0 < number < math.inf:
                     return one, number
+        if operation.name == "div":
+            factor = safe_reciprocal(self._constant(operation.operands[1]))
+            if factor is not None and factor > 0:
+                return operation.operands[0], factor
         return None
 
     def _constant(self, position: int) -> float | None:
@@ -308,6 +316,11 @@ class StreamingValuePrinter(BlockPrinter):
                 axes = self.kernel.value_axes
                 if not axes[left].isdisjoint(self.parts.columns) and axes[right].isdisjoint(self.parts.columns):
                     return f"{texts[left]} * tl.div_rn(1.0, {texts[right]})"
+                if self._is_score(left):
+                    factor = safe_reciprocal(self._constant(right))
+                    return f"{texts[left]} / {texts[right]}" if factor is None else f"{texts[left]} * {factor!r}"
+            case "tanh", (operand,) if self._is_score(operand):
+                return f"{self.use('score_tanh')}({texts[operand]})"
             case "cast", (operand,):
                 return self._float_difference(operand, scope)
             case _:
@@ -346,11 +359,16 @@ class StreamingValuePrinter(BlockPrinter):
 
     def _factors_of_score(self, position: int) -> tuple[int, ...] | None:
         """Returns the operands of a multiplication of a value that varies over rows and streamed positions."""
-        operation, is_score = self.kernel.operations[position], self.inner in self.kernel.value_axes[position]
-        if not is_score or not isinstance(operation, Compute) or operation.name != "mul":
+        operation = self.kernel.operations[position]
+        if not isinstance(operation, Compute) or operation.name != "mul":
             return None
+        return operation.operands if self._is_score(position) else None
+
+    def _is_score(self, position: int) -> bool:
+        """Whether a value that varies over streamed positions is computed from products."""
         products = {item.position for item in self.parts.products}
-        return operation.operands if not products.isdisjoint(self.kernel.backward_slice([position])) else None
+        is_streamed = self.inner in self.kernel.value_axes[position]
+        return is_streamed and not products.isdisjoint(self.kernel.backward_slice([position]))
 
     def _float_difference(self, position: int, scope: Scope) -> str | None:
         """Returns the float of a difference of an index of rows and one of streamed positions, if that is exact.
