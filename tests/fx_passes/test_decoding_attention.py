@@ -263,8 +263,12 @@ def test_calls_of_gpu_libraries(operator: Any, flags: tuple[object, ...]) -> Non
     assert split_decoding_attention(prepared, FxPassContext(Options())) is prepared
 
 
-def test_boolean_masks_of_cudnn_hide_keys() -> None:
-    """Some versions of torch add a number where such a mask is False: keys beyond the position are not read."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_boolean_masks_of_cudnn_hide_keys(dtype: torch.dtype) -> None:
+    """Some versions of torch add a number where such a mask is False: keys beyond the position are not read.
+
+    A model may mask by that number in float16, where fully masked rows attend to all keys, as cuDNN's do.
+    """
 
     def run(query: Tensor, key: Tensor, value: Tensor, position: Tensor) -> Tensor:
         mask = (torch.arange(key.shape[2]) <= position).expand(3, -1)
@@ -272,7 +276,7 @@ def test_boolean_masks_of_cudnn_hide_keys() -> None:
         output: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu.default(query, key, value, attn_mask=bias)[0]
         return output
 
-    operands = _operands(3, 512, batch=1, dtype=torch.bfloat16)
+    operands = _operands(3, 512, batch=1, dtype=dtype)
     inputs = (*operands, torch.tensor([100]))
     graph = make_fx(run)(*inputs)
     (call,) = [node for node in graph.graph.nodes if str(node.target) == CPU_CALL]
@@ -290,7 +294,31 @@ def test_boolean_masks_of_cudnn_hide_keys() -> None:
     expected = attend(operands[0], *[item[:, :, :101] for item in operands[1:]])
     torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-2)
     (masked,) = compiled(*operands, torch.tensor([-1]))
-    assert not masked.any()
+    if dtype is torch.bfloat16:
+        assert not masked.any()
+    else:
+        torch.testing.assert_close(masked, attend(*operands), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("options", [PARALLEL, Options()], ids=["split", "few threads"])
+def test_large_negative_numbers_hide_keys_from_rows_that_have_others(options: Options) -> None:
+    """Each batch has its own length. Rows of one have no key, and attend to all of them."""
+
+    def run(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+        hidden = torch.arange(key.shape[2]) >= lengths[:, None, None, None]
+        bias = query.new_zeros(2, 1, 1, key.shape[2]).masked_fill(hidden, torch.finfo(torch.float16).min)
+        return attend(query, key, value, attn_mask=bias)
+
+    operands = _operands(4, 1024)
+    inputs = (*operands, torch.tensor([90, 0]))
+    with torch.no_grad():
+        compiled = fxwrap.compile_graph(make_fx(run)(*inputs), inputs, options=options)
+    torch.testing.assert_close(compiled(*inputs)[0], run(*inputs), rtol=1e-4, atol=1e-5)
+    poisoned = [item.clone() for item in operands[1:]]
+    for item in poisoned:
+        item[:, :, 300:] = torch.nan
+    (result,) = compiled(operands[0], *poisoned, torch.tensor([90, 200]))
+    torch.testing.assert_close(result, run(*operands, torch.tensor([90, 200])), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("batch", "keys", "parts"), [(1, 1024, 16), (3, 700, 8), (4, 8192, 32)])

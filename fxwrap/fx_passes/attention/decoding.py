@@ -11,6 +11,7 @@ import operator
 from collections.abc import Mapping, Set
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from fxwrap.devices import DeviceSpec
@@ -29,6 +30,8 @@ from fxwrap.fx_passes.graph_copy import GraphCopy, size_hint
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
 from fxwrap.fx_passes.storage_aliases import written_storages
 from fxwrap.torch_compat import FakeTensor, flex_attention_operator
+
+_aten = torch.ops.aten
 
 _MAX_ROWS = 16
 """The largest number of query rows: those of one block of a dot."""
@@ -96,7 +99,7 @@ def _replace(
     before, name = copy.node_map[node], f"{node.name}_split"
     query, key, value = [copy.node_map[arguments[item]] for item in ("query", "key", "value")]
     fake = copy.fakes[query]
-    functions, buffers = _score_functions(copy, node, (fake, bias_of(arguments)), fakes, written)
+    functions, buffers, of_mask = _score_functions(copy, node, (fake, bias_of(arguments)), fakes, written)
     names = ("scores", "mask")
     score_mod, mask_mod = [
         copy.attribute(before, f"{name}_{item}", module) for item, module in zip(names, functions, strict=True)
@@ -104,7 +107,7 @@ def _replace(
     scale = arguments.get("scale")
     if scale is None:
         scale = fake.shape[3] ** -0.5
-    operands: tuple[object, ...] = (query, key, value, score_mod, single_block(mask_mod), scale, {}, buffers, ())
+    operands: tuple[object, ...] = (query, key, value, score_mod, single_block(mask_mod), scale, {}, buffers, of_mask)
     call = copy.call(before, flex_attention_operator(), operands, name, fake=result_fakes(copy.fakes[before][0]))
     output = copy.element(before, call, 0, name)
     for user in node.users:
@@ -113,19 +116,38 @@ def _replace(
 
 def _score_functions(
     copy: GraphCopy, node: Node, scores: tuple[FakeTensor, Node | None], fakes: NodeValues, written: Set[int]
-) -> tuple[tuple[GraphModule, GraphModule], tuple[Node, ...]]:
-    """Returns `score_mod` and `mask_mod` of a call, and the tensors that they read; `scores` are its query and bias.
+) -> tuple[tuple[GraphModule, GraphModule], tuple[Node, ...], tuple[Node, ...]]:
+    """Returns `score_mod` and `mask_mod` of a call, and the tensors that each reads; `scores` are its query and bias.
 
     A bias is computed where that reads no more than the bias: so kernels know which keys a mask of positions excludes,
-    and several calls need no tensor that all of them read.
+    and several calls need no tensor that all of them read but the largest elements of rows.
     """
     (query, bias), before, name = scores, copy.node_map[node], f"{node.name}_split"
     if bias is None:
-        return biased_score_functions(query, None), ()
+        return biased_score_functions(query, None), (), ()
     try:
         functions = computed_bias_functions(query, bias, fakes, written, hidden_number(node, fakes))
     except UnsupportedScoresError:
         buffer = without_broadcasts(copy, before, copy.node_map[bias], name)
-        return biased_score_functions(query, copy.fakes[buffer]), (buffer,)
-    buffers = [read_buffer(copy, before, item, query.shape[1], name) for item in functions.reads]
-    return (functions.score_mod, functions.mask_mod), tuple(buffers)
+        return biased_score_functions(query, copy.fakes[buffer]), (buffer,), ()
+    modules = functions.score_mod, functions.mask_mod
+    buffers = tuple([read_buffer(copy, before, item, query.shape[1], name) for item in functions.reads])
+    if not functions.reads_least:
+        return modules, buffers, ()
+    buffers = (*buffers, _least_of_rows(copy, before, bias, name))
+    return modules, buffers, buffers
+
+
+def _least_of_rows(copy: GraphCopy, before: Node, bias: Node, name: str) -> Node:
+    """Returns the least of the largest elements of rows of a bias, in the dimensions that are left and differ.
+
+    All rows have the same bound of keys then, at which kernels end exactly.
+    """
+    rows = without_broadcasts(copy, before, copy.node_map[bias], name)
+    least = copy.call(before, _aten.amax.default, (rows, [-1]), name)
+    if copy.fakes[least].shape[-1] != 1:
+        least = copy.call(before, _aten.amin.default, (least, [-1], True), name)
+    for dim, size in reversed([*enumerate(copy.fakes[least].shape)]):
+        if type(size) is int and size == 1:
+            least = copy.call(before, _aten.select.int, (least, dim, 0), name)
+    return least

@@ -152,6 +152,10 @@ class ElementGraph(ScalarGraph):
         """The tensors that the graph reads, in the order of its buffers."""
         return tuple([ReadTensor(*key) for key in self.reads])
 
+    def statistic(self, node: Node, coordinates: Coordinates) -> Node:
+        """Returns the element of the next buffer: a tensor's statistic, without dimensions that have no coordinate."""
+        return self._element_of(self._buffer(node, coordinates), coordinates)
+
     def _is_tensor(self, node: Node) -> bool:
         return isinstance(self.fakes.get(node), torch.Tensor)
 
@@ -283,6 +287,10 @@ class ElementGraph(ScalarGraph):
         if self._is_written(node):
             raise UnsupportedScoresError("the graph overwrites its bias or mask")
         buffer = self.reads[node, coordinates] = self._buffer(node, coordinates)
+        return self._element_of(buffer, coordinates)
+
+    def _element_of(self, buffer: Node, coordinates: Coordinates) -> Node:
+        """Returns the element of a buffer, which has the dimensions of the coordinates that are not None."""
         indices: list[Node] = []
         for item in coordinates:
             if item is not None:

@@ -23,7 +23,7 @@ from fxwrap.fx_passes.attention.elements import (
     ScalarGraph,
     UnsupportedScoresError,
 )
-from fxwrap.fx_passes.attention.key_bounds import key_bounds
+from fxwrap.fx_passes.attention.key_bounds import key_bounds, needs_reference
 from fxwrap.fx_passes.attention.nodes import ELEMENTWISE, sizes_of
 from fxwrap.fx_passes.attention.operands import AttentionOperands
 from fxwrap.fx_passes.attention.parts import AttentionFormula
@@ -39,7 +39,8 @@ _AND = _aten.logical_and.default
 class ScoreFunctions:
     """`score_mod` and `mask_mod` of a formula as graphs on scalars, and what `score_mod` reads, in order.
 
-    `sink_mod` returns the logit of a row's sink, and `weight_mod` the factor of a weight; None without them.
+    `sink_mod` returns the logit of a row's sink, and `weight_mod` the factor of a weight; None without them. With
+    `reads_least`, the least of the largest elements of rows of a bias is the last buffer.
     """
 
     score_mod: GraphModule
@@ -48,6 +49,7 @@ class ScoreFunctions:
     reads: tuple[ReadTensor, ...]
     sink_mod: GraphModule | None = None
     weight_mod: GraphModule | None = None
+    reads_least: bool = False
 
     @property
     def only_scale(self) -> bool:
@@ -69,8 +71,9 @@ def computed_bias_functions(
     """Returns the functions of scores to which a bias is added, which is computed from what takes no more memory.
 
     The bias has one dimension for each of the last of the score's indices. Until the scores are computed, the graph
-    writes the storages `written`. `hidden` is a constant of the bias that is minus infinity. Raises
-    UnsupportedScoresError where the graph overwrites what the bias is computed from.
+    writes the storages `written`. `hidden` is a constant of the bias that is minus infinity. Other large negative
+    numbers of the bias hide keys where each row has larger ones. Raises UnsupportedScoresError where the graph
+    overwrites what the bias is computed from.
     """
     graph, fake = ElementGraph(query, fakes, written, query.shape[1]), fakes[bias]
     graph.numbers |= {} if hidden is None else {hidden: -math.inf}
@@ -80,7 +83,13 @@ def computed_bias_functions(
         for part, size, stride in zip(parts, sizes_of(bias, fakes), fake.stride(), strict=True)
     ])  # fmt: skip
     score = graph.call(_aten.add.Tensor, graph.score, graph.element(bias, coordinates))
-    return ScoreFunctions(*graph.finish_graph(score), 1.0, graph.read_tensors)
+    if not needs_reference(graph, score):
+        return ScoreFunctions(*graph.finish_graph(score), 1.0, graph.read_tensors)
+    least = graph.statistic(bias, (*coordinates[:-2], None, None))
+    bounds = [*key_bounds(graph, score, least)]
+    mask = functools.reduce(functools.partial(graph.call, _AND), bounds)
+    modules = graph.part([score]), graph.part([mask], (graph.score,))
+    return ScoreFunctions(*modules, 1.0, graph.read_tensors, reads_least=True)
 
 
 def biased_score_functions(query: FakeTensor, bias: FakeTensor | None) -> tuple[GraphModule, GraphModule]:
