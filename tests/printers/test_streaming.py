@@ -263,6 +263,15 @@ def test_an_h100_divides_once_per_row_and_converts_no_distance() -> None:
     assert ".maxnreg 128" in ptx
 
 
+def test_wide_heads_have_large_blocks_that_fit_registers() -> None:
+    """Each step rescales all sums of a row, so that few keys a step take longer than their products."""
+    kernel = attention_kernel(rows=512, keys=512, width=256, columns=256, dtype=torch.bfloat16, cap=50.0)
+    configuration = streaming_configurations(kernel, int)[0]
+    assert (configuration.row_block, configuration.key_block) == (128, 64)
+    ptx = compiled(print_triton(kernel, configuration)).asm["ptx"]
+    assert "wgmma.mma_async" in ptx and not SPILLED.search(ptx)
+
+
 def test_an_h100_adds_to_memory_without_returning_the_old_value() -> None:
     """PTX has these as `red`, or as `atom` whose result nothing uses."""
     kernel = update_kernel(rows=128, keys=128, width=64)
