@@ -221,7 +221,7 @@ def test_results_of_rows_are_stored_transposed(dtype: torch.dtype, columns: int)
     outputs = [Buffer("out", dtype, 74 * columns), Buffer("mean", F32, 74)]
     kernel = body.finish([image, row], [column], [Buffer("x", dtype, 74 * columns)], outputs)
     source = check(kernel, rtol=1e-4)
-    assert ("transpose(x + " if columns == 50 else "transpose(&out_tile") in source
+    assert ("load_columns<50>(x + " if columns == 50 else "transpose(&out_tile") in source
 
 
 @pytest.mark.parametrize(("dtype", "columns", "rows"), [(F32, 10, 75), (BF16, 21, 75), (F32, 31, None), (F32, 3, 40)])
@@ -237,7 +237,7 @@ def test_short_rows_are_transposed_and_written_in_place(dtype: torch.dtype, colu
     outputs = [Buffer("x", dtype, number * columns), Buffer("position", torch.int64, number)]
     kernel = body.finish([row], [column], [Buffer("weight", F32, columns)], outputs)
     source = check(kernel, {} if rows is not None else {"s0": 70}, rtol=1e-4)
-    assert "transpose(x + " in source and "transpose(&x_tile" in source
+    assert f"load_columns<{columns}>(x + " in source and f"store_columns<{columns}>(&x_tile" in source
 
 
 def group_norm(groups: int, columns: int, rows: int, updates_mean: bool = False) -> Kernel:

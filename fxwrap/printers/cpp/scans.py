@@ -208,10 +208,8 @@ class ColumnPrinter(ScanPrinterBase):
         tables = self.print_tables()
         heads = [loop_head(axis) for axis in self.kernel.axes if axis is not vector_axis]
         heads.append(f"for (int64_t {start} = 0; {start} < {size}; {start} += {self.block})")
-        with self.writer.nest(heads, "" if self.plan.splits_reduction else self.parallel()):
-            self.lane_count = str(self.block) if is_fixed and vector_axis.size % self.block == 0 else "lanes"
-            if self.lane_count == "lanes":
-                self.writer.line(f"const int lanes = int(fxwrap::min<int64_t>({self.block}, {size} - {start}));")
+        self.lane_count = str(self.block) if is_fixed and vector_axis.size % self.block == 0 else "lanes"
+        with self.writer.nest(heads, "" if self.plan.splits_reduction else self.parallel()), self.column_block():
             known = {**self.load_columns(), **tables}
             self.print_stages(known)
             self.store_columns()
@@ -221,6 +219,14 @@ class ColumnPrinter(ScanPrinterBase):
             if self.final_stores():
                 with self.columns():
                     self.write_stores(self.final_stores(), dict(known))
+
+    @contextmanager
+    def column_block(self) -> Iterator[None]:
+        """Declares the number of a block's columns, of which the last block may have fewer."""
+        if self.lane_count == "lanes":
+            count = f"{print_size(self.vector_axis.size)} - {self.vector_axis.name}_0"
+            self.writer.line(f"const int lanes = int(fxwrap::min<int64_t>({self.block}, {count}));")
+        yield
 
     def choose_block(self) -> int:
         """Returns the number of columns that are reduced together."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
-from fxwrap.loop_ir import Axis, Index, Load, Scan, Store, as_index
+from fxwrap.loop_ir import Axis, Index, Load, Store, as_index
 from fxwrap.printers.cpp.loop_plan import LoopPlan, is_transposed
 from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
 from fxwrap.printers.cpp.scans import ColumnPrinter
@@ -30,7 +31,7 @@ def plan_transposed_columns(plan: LoopPlan) -> LoopPlan | None:
         return None
     operations, (row,) = plan.kernel.operations, plan.kernel.reduced
     accesses = [item for item in operations if isinstance(item, Load | Store) and row in item.index.axes()]
-    if any(item.mask is not None for item in accesses) or any(isinstance(item, Scan) for item in operations):
+    if any(item.mask is not None for item in accesses):
         return None
     stores = [item for item in accesses if isinstance(item, Store)]
     if len({store.buffer for store in stores}) < len(stores):
@@ -65,6 +66,16 @@ class TransposedColumnPrinter(ColumnPrinter):
         """Returns the number of rows that are loaded together."""
         return ROWS
 
+    @contextmanager
+    def column_block(self) -> Iterator[None]:
+        """Opens a function of the number of a block's rows, which is a constant in whole blocks."""
+        count = f"{print_size(self.vector_axis.size)} - {self.vector_axis.name}_0"
+        if self.lane_count != "lanes":
+            yield
+            return
+        with self.writer.block(f"for_lane_block<{self.block}>({count}, [&](auto lanes)", "});"):
+            yield
+
     def load_columns(self) -> EmittedValues:
         """Writes the tiles of rows and their loads; returns the texts of their elements."""
         (row,), known = self.kernel.reduced, EmittedValues()
@@ -76,8 +87,8 @@ class TransposedColumnPrinter(ColumnPrinter):
             self.writer.line(f"alignas(64) {CPP_TYPES[dtype]} {name}_tile[{row.size}][{self.block}];")
             if isinstance(operation, Load):
                 rows, stride = self.rows(operation)
-                arguments = f"{rows}, {stride}, {row.size}, {self.lane_count}, &{name}_tile[0][0], {self.block}"
-                self.writer.line(f"transpose({arguments});{self.statements.comment(operation)}")
+                arguments = f"{rows}, {stride}, {self.lane_count}, &{name}_tile[0][0], {self.block}"
+                self.writer.line(f"load_columns<{row.size}>({arguments});{self.statements.comment(operation)}")
                 known[position] = f"{name}_tile[{row.name}][lane]"
         return known
 
@@ -110,5 +121,5 @@ class TransposedColumnPrinter(ColumnPrinter):
         for store in self.kernel.stores:
             if _is_row(store.index, row, self.vector_axis):
                 rows, stride = self.rows(store)
-                tile = f"&{store.buffer}_tile[0][0], {self.block}, {self.lane_count}, {print_size(row.size)}"
-                self.writer.line(f"transpose({tile}, {rows}, {stride});")
+                tile = f"&{store.buffer}_tile[0][0], {self.block}, {self.lane_count}"
+                self.writer.line(f"store_columns<{row.size}>({tile}, {rows}, {stride});")

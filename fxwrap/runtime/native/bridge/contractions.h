@@ -53,10 +53,6 @@ constexpr int columns_at_once(int group) {
 // The columns of a tile, for all of which a part of the rows is read from the nearest cache. Few rows fit it as a whole.
 constexpr int tile_columns(int group) { return columns_at_once(group) * (group > 4 ? 4 : 1); }
 
-template <int number> struct Constant {
-  constexpr operator int() const { return number; }
-};
-
 // Runs body(Constant<size>, start) for tiles of `size` elements, and for the rest in tiles of `rest` elements.
 template <int size, int rest, class Body> INLINE void for_tiles(int64_t count, Body body) {
   int64_t start = 0;

@@ -71,12 +71,6 @@ template <int size> INLINE void narrow(const float (&from)[size], int count, flo
   for (; i < count; ++i) to[i] = Cast<float16, float>::of(from[i]);
 }
 
-// Runs body(lanes) for a block of at most `lanes` elements: with a constant if it is whole.
-template <int lanes, class Body> INLINE void for_lane_block(int64_t count, Body body) {
-  if (count >= lanes) body(Constant<lanes>{});
-  else body(int(count));
-}
-
 // The loops `for_lanes` over blocks: runs body(start, lanes), where `lanes` is a constant for whole blocks.
 template <int lanes, class Body> INLINE void for_blocks(int64_t count, Body body) {
   int64_t start = 0;

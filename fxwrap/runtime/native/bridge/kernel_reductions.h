@@ -33,6 +33,16 @@ template <int lanes, class Body> INLINE void for_lanes(int64_t count, Body body)
   for (int lane = 0; lane < int(count - start); ++lane) body(start + lane, lane);
 }
 
+template <int number> struct Constant {
+  constexpr operator int() const { return number; }
+};
+
+// Runs body(lanes) for a block of at most `lanes` elements: with a constant if it is whole.
+template <int lanes, class Body> INLINE void for_lane_block(int64_t count, Body body) {
+  if (count >= lanes) body(Constant<lanes>{});
+  else body(int(count));
+}
+
 // Runs body(element, lane, place, is_new) for all elements of a row, `width` or more at a time: the last block begins early
 // enough to be a whole one, and its first elements are not new. `place` is where the element is in a buffer of whole blocks.
 template <int lanes, int width, class Body> INLINE void for_overlapping_lanes(int64_t count, Body body) {

@@ -97,3 +97,87 @@ inline void transpose(const T* source, int64_t stride, int height, int width, T*
       transpose_16(source + column * stride + row, stride, target + row * target_stride + column, target_stride);
     }
 }
+
+// Four columns of sixteen rows, each a vector with a lane for a row. In memory, four elements of a row are adjacent.
+template <class T> struct FourColumns {
+  using Element = typename Bits<sizeof(T)>::Type;
+  typedef Element Four __attribute__((vector_size(4 * sizeof(T)), aligned(sizeof(T)), may_alias));
+  typedef Element Column __attribute__((vector_size(16 * sizeof(T)), aligned(sizeof(T)), may_alias));
+#define EACH_FOUR(a, b, i, j, k, l)                                                                          \
+  __builtin_shufflevector(a, b, i, j, k, l, i + 4, j + 4, k + 4, l + 4, i + 8, j + 8, k + 8, l + 8, i + 12, \
+                          j + 12, k + 12, l + 12)
+  // Each fourth row from `first` on.
+  static INLINE Column load(const T* first, int64_t stride) {
+    const auto four = [&](int row) { return *reinterpret_cast<const Four*>(first + row * stride); };
+    const auto low = __builtin_shufflevector(four(0), four(4), 0, 1, 2, 3, 4, 5, 6, 7);
+    const auto high = __builtin_shufflevector(four(8), four(12), 0, 1, 2, 3, 4, 5, 6, 7);
+    return EACH_FOUR(low, high, 0, 1, 2, 3);
+  }
+  static INLINE void store(Column rows, T* first, int64_t stride) {
+    const auto four = [&](int row) { return reinterpret_cast<Four*>(first + row * stride); };
+    *four(0) = __builtin_shufflevector(rows, rows, 0, 1, 2, 3);
+    *four(4) = __builtin_shufflevector(rows, rows, 4, 5, 6, 7);
+    *four(8) = __builtin_shufflevector(rows, rows, 8, 9, 10, 11);
+    *four(12) = __builtin_shufflevector(rows, rows, 12, 13, 14, 15);
+  }
+  // Transposes the fours of elements in four vectors: columns become rows, and rows columns.
+  static INLINE void transpose(Column (&at)[4]) {
+    const Column low = EACH_FOUR(at[0], at[1], 0, 16, 1, 17), high = EACH_FOUR(at[0], at[1], 2, 18, 3, 19);
+    const Column low_2 = EACH_FOUR(at[2], at[3], 0, 16, 1, 17), high_2 = EACH_FOUR(at[2], at[3], 2, 18, 3, 19);
+    at[0] = EACH_FOUR(low, low_2, 0, 1, 16, 17), at[1] = EACH_FOUR(low, low_2, 2, 3, 18, 19);
+    at[2] = EACH_FOUR(high, high_2, 0, 1, 16, 17), at[3] = EACH_FOUR(high, high_2, 2, 3, 18, 19);
+  }
+#undef EACH_FOUR
+};
+
+// Whether rows of so many elements are moved in fours. Blocks of sixteen elements do not fit in shorter rows.
+template <int length, class T> constexpr bool MOVES_FOURS = sizeof(T) <= 4 && length >= 4 && length < 16;
+
+// Rows as columns: columns[i * distance + j] = rows[j * stride + i], for i < length and j < count. The last blocks of rows,
+// and the last fours of elements, overlap those before them.
+template <int length, class T>
+inline void load_columns(const T* rows, int64_t stride, int count, T* columns, int64_t distance) {
+  if constexpr (MOVES_FOURS<length, T>) {
+    using Block = FourColumns<T>;
+    for (int j = 0; j < count && count >= 16; j += 16) {
+      const int row = fxwrap::min(j, count - 16);
+#pragma GCC unroll 4
+      for (int i = 0; i < length; i += 4) {
+        const int column = fxwrap::min(i, length - 4);
+        typename Block::Column at[4];
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k) at[k] = Block::load(rows + (row + k) * stride + column, stride);
+        Block::transpose(at);
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k)
+          *reinterpret_cast<typename Block::Column*>(columns + (column + k) * distance + row) = at[k];
+      }
+    }
+    if (count >= 16) return;
+  }
+  transpose(rows, stride, length, count, columns, distance);
+}
+
+// Columns as rows: the same in the other direction.
+template <int length, class T>
+inline void store_columns(const T* columns, int64_t distance, int count, T* rows, int64_t stride) {
+  if constexpr (MOVES_FOURS<length, T>) {
+    using Block = FourColumns<T>;
+    for (int j = 0; j < count && count >= 16; j += 16) {
+      const int row = fxwrap::min(j, count - 16);
+#pragma GCC unroll 4
+      for (int i = 0; i < length; i += 4) {
+        const int column = fxwrap::min(i, length - 4);
+        typename Block::Column at[4];
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k)
+          at[k] = *reinterpret_cast<const typename Block::Column*>(columns + (column + k) * distance + row);
+        Block::transpose(at);
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k) Block::store(at[k], rows + (row + k) * stride + column, stride);
+      }
+    }
+    if (count >= 16) return;
+  }
+  transpose(columns, distance, count, length, rows, stride);
+}

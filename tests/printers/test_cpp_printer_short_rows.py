@@ -1,0 +1,71 @@
+"""Short rows in C++, whose lanes are rows: they are transposed in blocks, before and after the loops over them."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from fxwrap.loop_ir import Axis, Buffer, Kernel, KernelBuilder, as_index
+from fxwrap.symbolic import make_symbol
+from tests.printers.cpp_kernels import BF16, F32, check, compiled_together
+
+ROWS, GAP = 75, 3
+DTYPES = (F32, BF16, torch.float16, torch.float64, torch.int32, torch.uint8)
+
+
+def rows_of(length: int, dtype: torch.dtype, gap: int = 0) -> Kernel:
+    """Rows with elements between them, their sums and maxima, and elements that depend on these."""
+    body, row, column = KernelBuilder(), Axis("i", ROWS), Axis("j", length)
+    at = as_index(row) * (length + gap) + column
+    x = body.load("x", at, dtype)
+    value = x.to(F32) if dtype.is_floating_point and dtype is not torch.float64 else x
+    total, largest = body.reduce("sum", value)[0], body.reduce("max", value)[0]
+    body.store("sum", as_index(row), total)
+    body.store("out", at, (value + largest).to(dtype))
+    count = ROWS * (length + gap) - gap
+    return body.finish(
+        [row], [column], [Buffer("x", dtype, count)], [Buffer("sum", total.dtype, ROWS), Buffer("out", dtype, count)]
+    )
+
+
+def scans_of(kind: str, length: int, dtype: torch.dtype) -> Kernel:
+    """Scans of rows, and of a number of rows that is not known."""
+    number = make_symbol("s0")
+    body, row, column = KernelBuilder(), Axis("i", number), Axis("j", length)
+    at = as_index(row) * length + column
+    x = body.load("x", at, dtype)
+    results = body.scan(kind, x.to(F32) if dtype is BF16 else x)
+    outputs = []
+    for position, result in enumerate(results):
+        result = result.to(dtype) if position == 0 else result
+        body.store(f"out{position}", at, result)
+        outputs.append(Buffer(f"out{position}", result.dtype, number * length))
+    return body.finish([row], [column], [Buffer("x", dtype, number * length)], outputs)
+
+
+ROW_CASES = list(product((2, 3, 4, 5, 7, 8, 11, 15, 16, 21), DTYPES, (0, GAP)))
+SCAN_CASES = list(product(("cumsum", "cumprod", "cummax", "logcumsumexp"), (3, 7, 20), (F32, BF16, torch.int64)))
+SCAN_CASES = [case for case in SCAN_CASES if case[0] != "logcumsumexp" or case[2] is not torch.int64]
+
+compiled_rows = compiled_together(rows_of)
+compiled_scans = compiled_together(lambda kind, length, dtype, rows: scans_of(kind, length, dtype))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.usefixtures("compiled_rows")
+@pytest.mark.parametrize(("length", "dtype", "gap"), ROW_CASES, ids=str)
+def test_short_rows_are_transposed(length: int, dtype: torch.dtype, gap: int) -> None:
+    source = check(rows_of(length, dtype, gap))
+    assert f"load_columns<{length}>(x + " in source and f"store_columns<{length}>(&out_tile" in source
+    assert "for_lane_block<32>(75 - i__0, [&](auto lanes)" in source, "whole blocks have a constant number of lanes"
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.usefixtures("compiled_scans")
+@pytest.mark.parametrize(("kind", "length", "dtype"), SCAN_CASES, ids=str)
+@pytest.mark.parametrize("rows", [0, 70])
+def test_scans_of_short_rows(kind: str, length: int, dtype: torch.dtype, rows: int) -> None:
+    source = check(scans_of(kind, length, dtype), {"s0": rows})
+    assert f"load_columns<{length}>(x + " in source and "_running[lane]" in source
