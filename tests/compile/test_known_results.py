@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from fxwrap import Options
 from fxwrap.fx_passes import decomposition_table, find_known_results, partitioner
 from fxwrap.torch_compat import aot_autograd, storage_identity
-from tests.support.models import MODELS
+from tests.support.long_form import LONG
+from tests.support.models import MODELS, SHALLOW
 
 Function = Callable[..., object]
 
@@ -427,6 +428,7 @@ def assert_same_traces(function: Function, inputs: Callable[[], list[Tensor]], d
     assert trace.metadata == expected.metadata
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__.strip("_"))
@@ -482,7 +484,7 @@ def test_subclasses_are_traced_as_before(function: Function) -> None:
 
 @pytest.mark.parametrize(("name", "dynamic", "training"), [("gpt2", True, False), ("resnet", False, True)])
 def test_models_are_traced_as_before(name: str, dynamic: bool, training: bool) -> None:
-    case = MODELS[name]
+    case = (MODELS if LONG else SHALLOW)[name]
     model = case.build(seed=0, dropout=training).train(training)
     names = list(case.inputs(seed=1, training=training))
 

@@ -51,23 +51,25 @@ def covering(
 
     The next one chosen has the most values that no earlier one has, of these the one whose values occur least often so
     far: of a product of lists, as many remain as the longest list has values, and the values of the others occur about
-    equally often. Among equals, the first after position `turn`, in steps where a `count` leaves out others: other
-    turns choose other combinations. `together` is the number of parameters whose values occur in each combination of
-    theirs: 2 for each pair of values. With a `count`, so many are chosen.
+    equally often. Among equals, the first after position `turn`: other turns choose other combinations. `together` is
+    the number of parameters whose values occur in each combination of theirs: 2 for each pair of values. With a
+    `count`, so many are chosen, in steps, and among equals those whose pairs of values occur least often.
     """
-    values = [[*combinations(sorted(case.items(), key=_name), min(together, len(case)))] for case in cases]
+    items = [sorted(case.items(), key=_name) for case in cases]
+    values = [[*combinations(row, min(together, len(row)))] for row in items]
+    pairs = [[*combinations(row, 2)] if count else [] for row in items]
     step = max(len(cases) // (count or len(cases) or 1), 1)
     turned = [(position + turn) % len(values) for position in range(len(values))]
     remaining = [position for first in range(step) for position in turned[first::step]]
     counts: Counter[Hashable] = Counter()
     chosen: list[int] = []
     while remaining and len(chosen) != count:
-        best = min(remaining, key=lambda position: _preference(values[position], counts))
+        best = min(remaining, key=lambda position: _preference(values[position], pairs[position], counts))
         if count is None and chosen and all(counts[item] for item in values[best]):
             break
         chosen.append(best)
         remaining.remove(best)
-        counts.update(values[best])
+        counts.update(values[best] + pairs[best])
     return sorted(chosen)
 
 
@@ -75,9 +77,11 @@ def _name(item: tuple[str, Hashable]) -> str:
     return item[0]
 
 
-def _preference(values: Sequence[Hashable], counts: Mapping[Hashable, int]) -> tuple[int, int]:
+def _preference(
+    values: Sequence[Hashable], pairs: Sequence[Hashable], counts: Mapping[Hashable, int]
+) -> tuple[int, int, int]:
     occurrences = [counts[item] for item in values]
-    return -occurrences.count(0), sum(occurrences)
+    return -occurrences.count(0), sum(occurrences), sum([counts[item] for item in pairs])
 
 
 def axes(cases: Sequence[Mapping[str, Hashable]], lists: Sequence[Sequence[str]]) -> list[dict[str, Hashable]]:

@@ -89,3 +89,17 @@ def test_parts_of_a_list_are_spread_over_it_and_together_cover_it() -> None:
     assert chosen[0] == [0, 3, 6]
     assert {position for positions in chosen for position in positions} == {*range(9)}
     assert [*short_form(cases[:1], [["case"]], turn=5, part=3)] == [0]
+
+
+def test_a_part_has_all_pairs_of_the_short_axes() -> None:
+    """Not each training with static sizes, and each inference with dynamic ones."""
+    cases = [
+        {"case": case, "training": training, "dynamic": dynamic}
+        for case, training, dynamic in product(range(42), (False, True), (False, True))
+    ]
+    lists = [["case"], ["training"], ["dynamic"]]
+    for turn in range(0, len(cases), 7):
+        chosen = [cases[position] for position in short_form(cases, lists, turn, part=2)]
+        assert len(chosen) == 42 == len({item["case"] for item in chosen})
+        counts = Counter((item["training"], item["dynamic"]) for item in chosen)
+        assert sorted(counts.values()) == [10, 10, 11, 11]
