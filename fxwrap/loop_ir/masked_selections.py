@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from fxwrap.loop_ir.builder import OperationCopier, replace_operations
 from fxwrap.loop_ir.kernel import Compute, Constant, Kernel, Load
+from fxwrap.loop_ir.operations import EXACT_NUMBERS
 
 
 def drop_repeated_masks(kernel: Kernel) -> Kernel:
@@ -30,13 +29,9 @@ def drop_repeated_masks(kernel: Kernel) -> Kernel:
 def _repeats(kernel: Kernel, selection: Compute) -> bool:
     mask, chosen, other = selection.operands
     constant = kernel.operations[other]
-    if not isinstance(constant, Constant) or constant.value not in _EXACT:
+    if not isinstance(constant, Constant) or constant.value not in EXACT_NUMBERS:
         return False
     return _is_constant(kernel, chosen, mask, _text(constant.value))
-
-
-_EXACT = (0, math.inf, -math.inf)
-"""The numbers that all dtypes which have them represent exactly."""
 
 
 def _text(value: float) -> str:

@@ -5,6 +5,7 @@ The reference of an operation is a torch function on CPU tensors. Printers trans
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -51,6 +52,12 @@ FLOAT8: frozenset[torch.dtype] = frozenset(
 
 STORAGE_ONLY: frozenset[torch.dtype] = HALF_PRECISION | FLOAT8
 """Dtypes that are loaded, cast and stored, but computed with as float32."""
+
+WITH_INFINITIES: frozenset[torch.dtype] = HALF_PRECISION | _COMPUTED_FLOATS
+"""The floating-point dtypes that have infinities."""
+
+EXACT_NUMBERS = (0, math.inf, -math.inf)
+"""The numbers that all dtypes which have them represent exactly."""
 
 KERNEL_DTYPES: frozenset[torch.dtype] = INTEGERS | STORAGE_ONLY | {torch.bool, torch.float32, torch.float64}
 """The dtypes of kernel buffers."""

@@ -25,7 +25,7 @@ from fxwrap.loop_ir.kernel import (
     Store,
     map_operation,
 )
-from fxwrap.loop_ir.operations import COMPARISONS, OPPOSITES, STORAGE_ONLY
+from fxwrap.loop_ir.operations import COMPARISONS, EXACT_NUMBERS, OPPOSITES, STORAGE_ONLY, WITH_INFINITIES
 
 MAX_SEGMENTS = 8
 
@@ -186,7 +186,9 @@ def decide_comparisons(kernel: Kernel, results: Mapping[int, bool]) -> Kernel:
         elif isinstance(operation, Compute):
             _fold(operation, position, same, truth)
             _fold_cast(operation, position, same, new)
-        new.append(Constant(truth[position], torch.bool) if position in truth else _fold_mask(operation, truth))
+        if position in truth:
+            operation = Constant(truth[position], torch.bool)
+        new.append(_fold_constant_cast(_fold_mask(operation, truth), new))
     return replace(kernel, operations=tuple(new))
 
 
@@ -220,6 +222,16 @@ def _fold_cast(operation: Compute, position: int, same: list[int], new: list[Ope
         source = new[wide.operands[0]]
         if isinstance(source, Load) and source.dtype is operation.dtype:
             same[position] = wide.operands[0]
+
+
+def _fold_constant_cast(operation: Operation, new: list[Operation]) -> Operation:
+    """Returns a constant instead of a cast of one, as of the infinity that a mask selects."""
+    if not isinstance(operation, Compute) or operation.name != "cast":
+        return operation
+    constant = new[operation.operands[0]]
+    if not isinstance(constant, Constant) or not {constant.dtype, operation.dtype} <= WITH_INFINITIES:
+        return operation
+    return Constant(constant.value, operation.dtype) if constant.value in EXACT_NUMBERS else operation
 
 
 def _fold_mask(operation: Operation, truth: dict[int, bool]) -> Operation:

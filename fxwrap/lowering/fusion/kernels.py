@@ -255,7 +255,7 @@ def _canonicalize_axes(kernel: Kernel, hint: Callable[[Size], int], is_parallel:
         kernel = unroll_short_rows(kernel)
     fused = fuse_segments(kernel, hint, NEAR_BYTES if is_parallel else CACHE_LINE_BYTES)
     kernel = merge_complementary_loads(kernel) if fused is kernel else canonicalize_axes(fused, hint)
-    return drop_repeated_masks(kernel) if is_parallel else kernel
+    return drop_repeated_masks(kernel)
 
 
 def _buffer(name: str, value: Value) -> Buffer:

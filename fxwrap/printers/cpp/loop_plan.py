@@ -161,10 +161,10 @@ class LoopPlan:
 
     @cached_property
     def gather_loads(self) -> frozenset[int]:
-        """The loads of half-precision elements at indirect indices that differ between lanes."""
+        """The loads of elements of one or two bytes at indirect indices that differ between lanes."""
         loads = enumerate(self.kernel.operations)
-        half = {at: item for at, item in loads if isinstance(item, Load) and item.dtype in HALF_PRECISION}
-        return frozenset([at for at, item in half.items() if self._is_gather(item.index)])
+        short = {at: item for at, item in loads if isinstance(item, Load) and item.dtype.itemsize <= 2}
+        return frozenset([at for at, item in short.items() if self._is_gather(item.index)])
 
     def _is_gather(self, index: Index) -> bool:
         indirect = [atom for atom in index.atoms() if isinstance(atom, IndirectIndex)]

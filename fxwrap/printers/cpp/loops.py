@@ -142,9 +142,9 @@ class LoopPrinter(ABC):
             return ""
         return f" firstprivate({', '.join([buffer.name for buffer in buffers])})"
 
-    def simd(self) -> str:
-        """Returns the pragma of the vectorised loop."""
-        return "" if self.in_order else f"#pragma omp simd{self.clause}"
+    def simd(self, with_asserts: bool = True) -> str:
+        """Returns the pragma of the vectorised loop. One that combines violations of assertions has more to set up."""
+        return "" if self.in_order else f"#pragma omp simd{self.clause if with_asserts else ''}"
 
     def write_stores(
         self, stores: Sequence[Store], known: EmittedValues, halves: HalfBlockWriter | None = None
@@ -170,7 +170,7 @@ class LoopPrinter(ABC):
             targets = [item for store in stores for item in operands(store)]
             blocks = find_half_blocks(kernel, lane, targets, stores, known)
         if not blocks:
-            with self.writer.nest([loop_head(lane, start, end)], pragma or self.simd()):
+            with self.writer.nest([loop_head(lane, start, end)], pragma or self.simd(with_asserts=False)):
                 self.write_stores(stores, known)
             return
         first, end = f"{lane.name}_0", end or print_size(lane.size)
@@ -181,7 +181,7 @@ class LoopPrinter(ABC):
         with self.writer.nest([head], outer), self.writer.block(call, "});"):
             halves.widen(known, HALF_BLOCK)
             halves.declare_stores(HALF_BLOCK)
-            with self.writer.nest(["for (int lane = 0; lane < lanes; ++lane)"], self.simd()):
+            with self.writer.nest(["for (int lane = 0; lane < lanes; ++lane)"], self.simd(with_asserts=False)):
                 self.writer.line(f"const int64_t {lane.name} = {first} + lane;")
                 self.write_stores(stores, dict(known), halves)
             halves.narrow(known)

@@ -100,7 +100,7 @@ class StatementPrinter:
     scan: Callable[[int, EmittedValues], str] | None = None
     """Writes a scan's step and returns the text of its result, in a loop along the scanned axis."""
     gather_loads: frozenset[int] = frozenset()
-    """Loads of half-precision elements at indices that differ between lanes."""
+    """Loads of elements of one or two bytes at indices that differ between lanes."""
     lane: Axis | None = None
     """The axis of the vectorised loop, where rows along it may be masked."""
 
@@ -143,7 +143,7 @@ class StatementPrinter:
                 index = self.index(known)(operation.index)
                 is_gather = position in self.gather_loads
                 text = f"gather({operation.buffer}, {index})" if is_gather else f"{operation.buffer}[{index}]"
-                if operation.dtype is torch.bool:
+                if operation.dtype is torch.bool and not is_gather:
                     text = f"load_bool({text})"
                 if operation.mask is None:
                     return text
@@ -272,7 +272,7 @@ class StatementPrinter:
         assert self.lane is not None
         along = as_index(self.lane) * (load.index.stride(self.lane) or 0)
         index = self.index(known)
-        return f"{load.buffer}[({parenthesize(condition)} ? {index(load.index - along)} : 0) + {index(along)}]"
+        return f"{load.buffer}[op::where<int64_t>({condition}, {index(load.index - along)}, 0) + {index(along)}]"
 
     def _cheap(self, operation: Operation) -> bool:
         match operation:

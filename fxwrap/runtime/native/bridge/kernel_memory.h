@@ -29,17 +29,22 @@ INLINE int64_t scattered_columns(int64_t columns) {
 INLINE int64_t scattered_columns(int64_t columns) { return columns; }
 #endif
 
-// An element of a table, at a different index in each lane. Processors gather words of 32 bits and none of 16, so a half is
-// extracted from the aligned word that contains the element.
+// An element of a table, at a different index in each lane. Processors gather words of 32 bits and no shorter ones, so these
+// are extracted from the aligned word that contains the element.
 template <class T> INLINE T gather(const T* table, int64_t place) {
 #ifdef __AVX512F__
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (sizeof(T) <= 2) {
     typedef uint32_t Word __attribute__((may_alias));
+    typedef typename Bits<sizeof(T)>::Type Element;
+    constexpr int shift = 2 / sizeof(T), last = (1 << shift) - 1;  // a word has 1 << shift elements
     const uint64_t address = reinterpret_cast<uint64_t>(table);
     const Word* words = reinterpret_cast<const Word*>(address & ~uint64_t(3));
-    const int64_t half = place + int64_t((address >> 1) & 1);
-    return bitcast<T>(uint16_t(words[half >> 1] >> (int32_t(half & 1) * 16)));
+    const int64_t part = place + int64_t((address & 3) / sizeof(T));
+    const Element element = Element(words[part >> shift] >> (int32_t(part & last) * int32_t(8 * sizeof(T))));
+    if constexpr (__is_same(T, bool)) return element != 0;
+    else return bitcast<T>(element);
   }
 #endif
-  return table[place];
+  if constexpr (__is_same(T, bool)) return load_bool(table[place]);
+  else return table[place];
 }

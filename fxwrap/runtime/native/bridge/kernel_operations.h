@@ -35,19 +35,15 @@ INLINE bool isinf(double x) { return __builtin_fabs(x) == infinity; }
 INLINE bool signbit(float x) { return bitcast<int32_t>(x) < 0; }
 INLINE bool signbit(double x) { return bitcast<int64_t>(x) < 0; }
 
-template <int bytes> struct Bits;
-template <> struct Bits<4> { using type = uint32_t; };
-template <> struct Bits<8> { using type = uint64_t; };
-
 // Both values are computed, so that a loop around it is vectorised: compilers move calls and loads, of which a condition
 // selects the result, into branches, but not those whose bits it selects.
 template <class T> INLINE T where(bool condition, T a, T b) {
-  if constexpr (sizeof(T) < 4) {
+  if constexpr (__is_same(T, bool)) {
     return condition ? a : b;
   } else {
-    using Word = typename Bits<sizeof(T)>::type;
+    using Word = typename Bits<sizeof(T)>::Type;
     const Word first = bitcast<Word>(a), second = bitcast<Word>(b);
-    return bitcast<T>(second ^ ((first ^ second) & -Word(condition)));
+    return bitcast<T>(Word(second ^ ((first ^ second) & -Word(condition))));
   }
 }
 

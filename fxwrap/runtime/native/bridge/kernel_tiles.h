@@ -3,12 +3,6 @@
 
 #include "kernel_operations.h"
 
-template <int size> struct Bits;
-template <> struct Bits<1> { using Type = uint8_t; };
-template <> struct Bits<2> { using Type = uint16_t; };
-template <> struct Bits<4> { using Type = uint32_t; };
-template <> struct Bits<8> { using Type = uint64_t; };
-
 // Rows and columns of tiles: a multiple of 16, and `most` at most. A row of a tile is two lines of the nearest cache, or one
 // on processors of the Zen family, whose nearest cache holds only 8 lines at addresses that agree in their last 12 bits.
 constexpr int tile_size(int most, int bytes) {

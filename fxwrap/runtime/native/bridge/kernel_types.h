@@ -19,6 +19,13 @@ template <> struct Limits<int32_t> { static constexpr int32_t lowest = INT32_MIN
 template <> struct Limits<int64_t> { static constexpr int64_t lowest = INT64_MIN, highest = INT64_MAX; };
 template <> struct Limits<uint8_t> { static constexpr uint8_t lowest = 0, highest = UINT8_MAX; };
 
+// The integer of so many bytes.
+template <int size> struct Bits;
+template <> struct Bits<1> { using Type = uint8_t; };
+template <> struct Bits<2> { using Type = uint16_t; };
+template <> struct Bits<4> { using Type = uint32_t; };
+template <> struct Bits<8> { using Type = uint64_t; };
+
 template <class T, class U> INLINE T bitcast(U value) { return __builtin_bit_cast(T, value); }
 
 // A zero that the compiler cannot know. The type in memory is like no other, so that no store can change it, and loops load
