@@ -90,6 +90,21 @@ def test_graphs_of_make_fx(function: Callable[..., Tensor], dtype: torch.dtype) 
         assert (actual - eager).norm() <= (2e-2 if dtype is torch.bfloat16 else 2e-6) * eager.norm()
 
 
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["rows", "columns"])
+def test_one_query_row(is_transposed: bool) -> None:
+    """A token that attends to patches. Its scores may be a column."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        scores = (key @ query.mT).mT if is_transposed else query @ key.mT
+        return F.dropout(torch.softmax(scores + bias, -1), 0.25) @ value
+
+    operands = [torch.randn(BATCH, HEADS, length, WIDTH) for length in (1, KEYS, KEYS)]
+    operands.append(torch.randn(HEADS, 1, KEYS))
+    run, _ = _compiled(attend)
+    for actual, eager in zip(_step(run, operands), _step(attend, operands), strict=True):
+        torch.testing.assert_close(actual, eager)
+
+
 def test_off_where_it_is_not_measured() -> None:
     spec = dataclasses.replace(ANY_SIZE, attention=dataclasses.replace(ANY_SIZE.attention, streaming_dropout_sizes=()))
     run, programs = _compiled(_dropped, spec)

@@ -248,7 +248,8 @@ class _Search:
         rows, keys = self._last_two(self.softmax.operand)[:: -1 if self.softmax.is_transposed else 1]
         is_vector = 1 in (rows, keys) and rows != keys  # whose transposition keeps the order of its elements
         if is_vector:
-            result = {item for item in (*scores, *passed) if self._last_two(item) == (keys, rows)}
+            tensors = [item for item in (*scores, *passed) if is_tensor(item, self.fakes)]  # and no call of dropout
+            result = {item for item in tensors if self._last_two(item) == (keys, rows)}
         else:
             result, moved = self._orientations(scores, passed)
             for node, is_transposed in moved.items():
