@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def metadata_from_known_results(find: ResultsOf) -> Iterator[None]:
         return
 
     class Interpreter(_Interpreter):
-        find_results = staticmethod(find)
+        find_results = staticmethod(cache(find))  # for both runs
 
     wrappers.PropagateUnbackedSymInts = Interpreter
     try:
@@ -52,23 +53,24 @@ def metadata_from_known_results(find: ResultsOf) -> Iterator[None]:
 class _Interpreter(PropagateUnbackedSymInts):
     """Runs a Dynamo graph on functional tensors.
 
-    For metadata it runs what that depends on. While a graph without gradients is traced, it copies the traces of calls
-    that repeat earlier ones.
+    For metadata it runs what that depends on. While a graph is traced, it copies the traces of calls that repeat
+    earlier ones, and those of their backwards.
     """
 
     find_results: ResultsOf
     results: Any = None
     repeated: RepeatedCalls | None = None
+    repeatable: frozenset[Node] = frozenset()
 
     def run(self, *arguments: Any, **options: Any) -> Any:
         fakes, proxies = detect_fake_mode(), get_proxy_mode()
-        needs_gradients = torch.is_grad_enabled() and any(
-            isinstance(item, torch.Tensor) and item.requires_grad for item in arguments
-        )
-        if fakes is not None and (proxies is None or not needs_gradients):
+        if fakes is not None:
             self.results = self.find_results(self.graph, fakes)
         if self.results is not None and proxies is not None:
             self.repeated = RepeatedCalls(proxies.tracer)
+            # Autograd knows the bases of views that are results, which copies have none of.
+            views = self.results.executed if torch.is_grad_enabled() else frozenset()
+            self.repeatable = self.results.repeatable - views
         return super().run(*arguments, **options)
 
     def run_node(self, n: Node) -> Any:
@@ -83,7 +85,7 @@ class _Interpreter(PropagateUnbackedSymInts):
 
     def fetch_args_kwargs_from_env(self, n: Node) -> Any:
         arguments = super().fetch_args_kwargs_from_env(n)
-        if self.repeated is None or n in self.results.repeatable:
+        if self.repeated is None or n in self.repeatable:
             return arguments
         return self.repeated.functional(arguments)
 
@@ -96,7 +98,7 @@ class _Interpreter(PropagateUnbackedSymInts):
     def _call(self, call: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:
         if self.repeated is None:
             return call(target, args, kwargs)
-        if self.node in self.results.repeatable:
+        if self.node in self.repeatable:
             return self.repeated.run(target, args, kwargs, call)
         if self.node in self.results.modes:
             self.repeated.enter_state()
