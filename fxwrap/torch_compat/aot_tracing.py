@@ -6,13 +6,14 @@ graph as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
-from torch._functorch._aot_autograd import graph_capture_wrappers
+from torch._functorch._aot_autograd import graph_capture_wrappers, graph_compile
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, disable_functional_mode
@@ -22,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 from torch.utils._pytree import tree_map_only
 
 from fxwrap.torch_compat.repeated_calls import RepeatedCalls
+from fxwrap.torch_compat.structured_trace import traces_compiles
 
 ResultsOf = Callable[[Graph, FakeTensorMode], Any]
 
@@ -48,6 +50,35 @@ def metadata_from_known_results(find: ResultsOf) -> Iterator[None]:
         yield
     finally:
         wrappers.PropagateUnbackedSymInts = original
+
+
+@contextmanager
+def without_unread_texts() -> Iterator[None]:
+    """Lets AOTAutograd print its graphs only where a log or a structured trace of torch's shows them.
+
+    Why: it prints each graph for its cache too, for the trace of a process that finds the graph there.
+    """
+    compiler: Any = graph_compile
+    logs = [getattr(compiler, name, None) for name in ("aot_joint_log", "aot_graphs_log")]
+    if traces_compiles() or any(log is None or log.isEnabledFor(logging.INFO) for log in logs):
+        yield
+        return
+    originals = {name: getattr(compiler, name) for name in _PRINTERS if hasattr(compiler, name)}
+    try:
+        for name in originals:
+            setattr(compiler, name, _PRINTERS[name])
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(compiler, name, original)
+
+
+_PRINTERS: Mapping[str, Callable[..., object]] = {
+    "_log_joint_graph": lambda *_: None,
+    "_log_inference_graph": lambda *_: None,
+    "_log_fw_bw_graphs": lambda *_: (None, None),
+}
+"""Replacements of functions that log graphs and return their texts."""
 
 
 class _Interpreter(PropagateUnbackedSymInts):

@@ -51,14 +51,18 @@ def aot_autograd(
     from torch._dynamo.backends.common import aot_autograd as make_backend
     from torch._functorch import config
 
-    from fxwrap.torch_compat.aot_tracing import metadata_from_known_results
+    from fxwrap.torch_compat.aot_tracing import metadata_from_known_results, without_unread_texts
 
     backend: CompiledCall = make_backend(partition_fn=partition_fn, **compilers)
 
     def preserve_eager_rng(graph_module: torch.fx.GraphModule, example_inputs: Sequence[object]) -> CompiledCall:
         # Why: on GPUs the partitioner lets checkpointed operators draw from its own generators, so that CUDA graphs can
         # capture them; these do not produce the numbers that eager draws.
-        with config.patch(graphsafe_rng_functionalization=False), metadata_from_known_results(known_results):
+        with (
+            config.patch(graphsafe_rng_functionalization=False),
+            metadata_from_known_results(known_results),
+            without_unread_texts(),
+        ):
             return cast("CompiledCall", backend(graph_module, example_inputs))
 
     return preserve_eager_rng

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import zlib
 from collections import Counter
@@ -14,6 +15,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._guards import TracingContext, detect_fake_mode
+from torch._logging._internal import trace_log
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 from torch.testing._internal.two_tensor import TwoTensor
@@ -294,3 +296,30 @@ def test_known_results_are_looked_for_once() -> None:
 
     _trace(pure, [torch.randn(4, 4), torch.randn(4, 4)], False, observed)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_graphs_are_printed_for_a_structured_trace_alone(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[int] = []
+    print_readable = GraphModule.print_readable
+
+    def counted(self: GraphModule, *arguments: Any, **keywords: Any) -> str:
+        printed.append(1)
+        return print_readable(self, *arguments, **keywords)
+
+    monkeypatch.setattr(GraphModule, "print_readable", counted)
+    inputs = [torch.randn(4, 4), torch.randn(4, 4, requires_grad=training)]
+    _trace(pure, inputs, False, find_known_results)
+    assert not printed
+    torch.compiler.reset()
+    names: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: names.extend(record.metadata)  # type: ignore[method-assign, attr-defined]
+    trace_log.addHandler(handler)
+    try:
+        _trace(pure, inputs, False, find_known_results)
+    finally:
+        trace_log.removeHandler(handler)
+    graphs = {"aot_joint_graph", "aot_forward_graph", "aot_backward_graph"} if training else {"aot_inference_graph"}
+    assert graphs <= {*names}
+    assert printed
