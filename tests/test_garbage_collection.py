@@ -106,6 +106,39 @@ def test_garbage_of_a_compile_is_collected_while_kernels_compile(monkeypatch: py
     assert alive == [True, False]
 
 
+_seen_by_dynamo: list[bool] = []
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _observe_in_trace() -> int:
+    _seen_by_dynamo.append(gc.isenabled())
+    return 1
+
+
+@pytest.mark.parametrize(("backend", "during"), [
+    ("fxwrap", False), (fxwrap.compile.fxwrap, False), (make_backend(Options(fuse=False)), False), ("eager", True),
+])  # fmt: skip
+def test_dynamo_traces_without_collections_for_this_backend(backend: Any, during: bool) -> None:
+    def function(x: Tensor) -> Tensor:
+        return x + _observe_in_trace()
+
+    def failing(x: Tensor) -> Tensor:
+        y = x + _observe_in_trace()
+        torch._dynamo.graph_break()
+        return y
+
+    x = torch.randn(8)
+    torch.compile(lambda x: x.relu(), backend="fxwrap")(
+        x
+    )  # after torch.compiler.reset, the first compile may not pause
+    _seen_by_dynamo.clear()
+    assert torch.equal(torch.compile(function, backend=backend)(x), x + 1)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(failing, backend=backend, fullgraph=True)(x)
+    assert {*_seen_by_dynamo} == {during}
+    assert gc.isenabled()
+
+
 @pytest.mark.filterwarnings("ignore::fxwrap.errors.PassWarning")  # the pass has no key
 @pytest.mark.parametrize(("autotune", "during"), [(False, False), (True, True)])
 def test_compiles_run_without_collections_unless_kernels_are_timed(autotune: bool, during: bool) -> None:
@@ -128,6 +161,7 @@ def test_compiles_run_without_collections_unless_kernels_are_timed(autotune: boo
     assert gc.isenabled()
     compiled = torch.compile(function, backend=make_backend(Options(fuse=False, autotune=autotune), observed))
     x = torch.randn(8)
+    torch.compile(lambda x: x.relu(), backend="fxwrap")(x)  # later compiles pause from Dynamo's trace on
     assert torch.equal(compiled(x), function(x))
     assert seen == [during, during]
     assert gc.isenabled()

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from fxwrap.caching import clear_caches
 from fxwrap.compile.compiled import Compiled
 from fxwrap.compile.compiler import collection_paused, compile_graph
+from fxwrap.compile.dynamo_pause import DynamoPause
 from fxwrap.compile.precompile import check_not_precompiling, graph_entry, savable_graph, torch_cache_key
 from fxwrap.converters.fx.module import boxed_function
 from fxwrap.debugging import with_repro_environment
@@ -112,6 +113,9 @@ def fxwrap(
 
 fxwrap.reset = clear_caches  # type: ignore[attr-defined]  # torch.compiler.reset() calls it
 
+_dynamo_pause = DynamoPause()
+_dynamo_pause.add(fxwrap)
+
 
 def make_backend(
     chosen: Options, compile_with: Callable[..., Compiled] = compile_graph
@@ -125,9 +129,12 @@ def make_backend(
     def backend(graph_module: GraphModule, example_inputs: Sequence[object]) -> CompiledGraphFunction:
         begin_dynamo_compile(graph_module)
         guard_forward_mode()
+        _dynamo_pause.renew()
         if is_forward_mode_active():  # AOTAutograd traces no tangents
             return graph_module.forward
         options = with_repro_environment(chosen)
+        if options.autotune is True:
+            _dynamo_pause.end()
         for step in enabled_steps(DYNAMO_PASSES, options):
             graph_module = step.run(graph_module, options)
         subclassed = [position for position, item in enumerate(example_inputs) if is_traced_class(type(item))]
@@ -150,6 +157,7 @@ def make_backend(
             return compiled
         return with_traced_inputs(compiled)
 
+    _dynamo_pause.add(backend)
     return backend
 
 

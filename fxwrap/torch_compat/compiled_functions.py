@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType
@@ -87,16 +87,55 @@ def current_dynamo_compile() -> DynamoCompile:
     return getattr(TracingContext.try_get(), _ATTRIBUTE, None) or DynamoCompile()
 
 
-def _calling_owners() -> Iterator[weakref.ref[Any]]:
-    """Yields the roots of the compiled functions that are being called, from the frames of this thread."""
+class CompileObserver:
+    """Calls functions when Dynamo begins to compile a frame, with the backend that will compile it, and when it ends.
+
+    Why: the handler of such functions is public, but it does not know the backend.
+    """
+
+    def __init__(self, begin: Callable[[Any], None], end: Callable[[], None]) -> None:
+        self._begin, self._end = begin, end
+
+    def register(self) -> None:
+        """Lets Dynamo call the functions until `torch.compiler.reset()`; only once if it does so already."""
+        from torch._dynamo.callback import callback_handler
+
+        if self._on_start not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self._on_start)
+            callback_handler.register_end_callback(self._on_end)
+
+    def register_if_imported(self) -> None:
+        """Does `register` if this process has imported Dynamo."""
+        if hasattr(sys.modules.get("torch._dynamo"), "callback_handler"):
+            self.register()
+
+    def _on_start(self, _arguments: object) -> None:
+        from torch._dynamo.eval_frame import innermost_backend
+
+        callback = next(_calling_frames(), {}).get("callback")
+        backend = innermost_backend(callback) if callable(callback) else None
+        self._begin(getattr(backend, "compiler_fn", backend))
+
+    def _on_end(self, _arguments: object) -> None:
+        self._end()
+
+
+def _calling_frames() -> Iterator[Mapping[str, Any]]:
+    """Yields the variables of frames of this thread that call compiled functions, the innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename.endswith("eval_frame.py"):
-            root = _root_of(frame.f_locals.get("fn"))
-            if root is not None:
-                with suppress(TypeError):  # of a callable without weak references
-                    yield weakref.ref(root)
+            yield frame.f_locals
         frame = frame.f_back  # type: ignore[assignment]
+
+
+def _calling_owners() -> Iterator[weakref.ref[Any]]:
+    """Yields the roots of the compiled functions that are being called."""
+    for variables in _calling_frames():
+        root = _root_of(variables.get("fn"))
+        if root is not None:
+            with suppress(TypeError):  # of a callable without weak references
+                yield weakref.ref(root)
 
 
 def _root_of(function: Any) -> Any:
