@@ -124,7 +124,10 @@ GPU = replace(
     CPU,
     **{
         name: getattr(CUDA, name)
-        for name in ("massively_parallel", "combo_kernel_bytes", "combo_large_kernels", "instructions_per_byte")
+        for name in (
+            "massively_parallel", "combo_kernel_bytes", "combo_large_kernels", "instructions_per_byte",
+            "counted_sort_elements",
+        )
     },
     convolutions=replace(CUDA.convolutions, prepacked_dtypes=CPU.convolutions.prepacked_dtypes),
     matmuls=replace(

@@ -292,16 +292,14 @@ class DeviceSpec:
         supports_streams: work is queued on streams and may overlap. Without it, a call has run when it returns.
         massively_parallel: a kernel needs thousands of elements at once to occupy the device, like a GPU: long
             reductions are split, and kernels with few rows do not fuse whole tensors. Otherwise few threads loop.
-        multiprocessors: the processors of a massively parallel device, which run programs of a kernel side by side. It
-            decides blocks of kernels, parts of long rows and of attention's keys, and which launches are combined or
-            dependent.
+        multiprocessors: the processors of a massively parallel device, which run programs of a kernel side by side.
+            Blocks of kernels, parts of long rows and of keys, and combined or dependent launches follow from it.
         registers: the 32-bit registers of such a processor, which the programs that it runs share.
         shared_memory_bytes: the most shared memory of a program of a kernel: configurations that need more are left
             out, or made smaller. By default an H100's; 101,376 for compute capability 8.6 and 8.9.
         cache_bytes: the bytes of a massively parallel device's last cache. Programs of a matmul go through blocks of
             rows that fit a part of it. By default about an H100's.
-        min_program_bytes: the bytes that a program of a kernel should move at least: those that the device moves while
-            it starts one. By default an H200's, which starts 1.6 programs in a nanosecond at most.
+        min_program_bytes: the bytes that a program should move at least: those that move while the device starts one.
         matmuls: where a library's or generated matmuls are faster, and which rewrites of them.
         convolutions: the layouts and rewrites with which convolutions are faster.
         attention: where kernels of attention are faster than a library's.
@@ -309,8 +307,7 @@ class DeviceSpec:
         combo_kernel_bytes: bytes that kernels move in the time of one launch: similar kernels up to this size, and on
             massively parallel devices others, become combo kernels where the language has a `KernelCombiner`; 0 for
             none.
-        combo_large_kernels: the number of similar kernels beyond that size that one launch runs faster; below 2 where
-            each is a launch of its own.
+        combo_large_kernels: the number of larger similar kernels that one launch runs faster; below 2 for none.
         supports_dependent_launch: kernels of the language may start before the launch before them has ended
             (programmatic dependent launch) where the option `dependent_launch` asks for it. Devices without the feature
             run the same kernels one after the other.
@@ -329,6 +326,7 @@ class DeviceSpec:
         memory_bytes_per_s: the bytes that the device reads and writes per second, for `fxwrap.profile`, and for
             autotuning, which times no kernel that takes about as long as a launch. Where it is 0, profiles measure it,
             and autotuning counts that of a large GPU.
+        counted_sort_elements: the most integers that are sorted by counting in less time; half as many of 1 or 2 bytes.
     """
 
     device_type: str
@@ -361,6 +359,7 @@ class DeviceSpec:
     prefers_memory_pools: bool = False
     random_state_bytes: int | None = None
     memory_bytes_per_s: float = 0.0
+    counted_sort_elements: int = 0
 
     def __post_init__(self) -> None:
         if self.alignment < 1 or self.alignment & (self.alignment - 1):
@@ -494,6 +493,7 @@ CUDA = DeviceSpec(
     ),
     prefers_memory_pools=True,
     random_state_bytes=16,
+    counted_sort_elements=8192,
 )
 
 DEVICE_SPECS: tuple[DeviceSpec, ...] = (CPU, CUDA)

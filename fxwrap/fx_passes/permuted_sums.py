@@ -8,7 +8,6 @@ and where they are a permutation divided by k, the k rows of a place are a sum o
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,8 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.fx_passes.experts.rows import is_zero
 from fxwrap.fx_passes.graph_copy import is_contiguous
-from fxwrap.fx_passes.narrow_sorts import SORTS
 from fxwrap.fx_passes.prepared_graph import Target
+from fxwrap.fx_passes.sorts import is_order, written_positions
 from fxwrap.fx_passes.training.joint_backward import call_like, operators_of_options
 from fxwrap.options import Options
 from fxwrap.torch_compat import FakeTensor
@@ -58,8 +57,8 @@ class _Permutations:
     def __init__(self, joint: GraphModule) -> None:
         self._inverses: dict[Node, Node | None] = {}
         for node in joint.graph.nodes:
-            inverted = _written_positions(node)
-            if inverted is None and _is_order(node):
+            inverted = _inverted(node)
+            if inverted is None and is_order(node) and len(_sizes(node)) == 1:
                 inverted = node.args[0].args[0]
                 self._inverses[node] = None
             if inverted in self and _sizes(node) == _sizes(inverted):  # type: ignore[arg-type]
@@ -81,28 +80,9 @@ class _Permutations:
         return known
 
 
-def _is_order(node: Node) -> bool:
-    """Whether a node is the order of a sorted vector."""
-    source = node.args[0] if node.target is operator.getitem and node.args[1] == 1 else None
-    return isinstance(source, Node) and source.target in SORTS and len(_sizes(node)) == 1
-
-
-def _written_positions(node: Node) -> Node | None:
-    """Returns the indices at which a call writes 0, 1, 2 and so on, one for each element of its result."""
-    match node.target, node.args:
-        case _aten.index_put.default, (Node(), [Node() as indices], Node() as values, *rest) if not any(rest):
-            pass
-        case _aten.scatter.src, (Node(), 0 | -1, Node() as indices, Node() as values):
-            pass
-        case _:
-            return None
-    match values.target, values.args:
-        case _aten.arange.default, (int() as count,):
-            pass
-        case _aten.arange.start | _aten.arange.start_step, (0, int() as count) | (0, int() as count, 1):
-            pass
-        case _:
-            return None
+def _inverted(node: Node) -> Node | None:
+    """Returns the permutation that a call inverts; None for another call than one that writes all positions."""
+    indices, count = written_positions(node) or (node, -1)
     return indices if [count] == _sizes(indices) == _sizes(node) else None
 
 

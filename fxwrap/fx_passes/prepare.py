@@ -32,9 +32,9 @@ from fxwrap.fx_passes.matmuls.prepacked_int8 import prepack_int8_weights
 from fxwrap.fx_passes.matmuls.prepacked_weights import call_biased_linears, prepack_weights
 from fxwrap.fx_passes.matmuls.rewrites import pack_matmuls, rewrite_vector_products, unfuse_biases
 from fxwrap.fx_passes.matmuls.sliced import slice_matmuls
-from fxwrap.fx_passes.narrow_sorts import narrow_sorts
 from fxwrap.fx_passes.negative_views import resolve_negative_views
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource, PreparedGraph
+from fxwrap.fx_passes.sorts import rewrite_sorts
 from fxwrap.fx_passes.source import graph_source, inline_subgraph_calls, remove_inert_calls
 from fxwrap.fx_passes.sums_of_collectives import reduce_sums_once
 from fxwrap.fx_passes.tensor_metadata import check_tensor_metadata, expand_out_dtype
@@ -105,7 +105,8 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
         lambda graph, _context: reduce_sums_once(graph), "fuse", _fuses,
     ),
     Step(
-        "narrow_sorts", "sort integers of a known small range by keys of few bits", narrow_sorts, "fuse", _fuses,
+        "rewrite_sorts", "sort few integers by counting, and those of a known small range by keys of few bits",
+        rewrite_sorts, "fuse", _fuses,
     ),
     Step(
         "dequantise_packed_weights", "turn matmuls of many rows and packed weights into matmuls of dequantised ones",

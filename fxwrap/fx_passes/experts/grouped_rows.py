@@ -26,8 +26,8 @@ from fxwrap.fx_passes.experts.rows import (
     sums_rows,
 )
 from fxwrap.fx_passes.graph_copy import GraphCopy, expression_of, is_contiguous, same_strides
-from fxwrap.fx_passes.narrow_sorts import narrowest_key
 from fxwrap.fx_passes.prepared_graph import NodeValues, Target
+from fxwrap.fx_passes.sorts import narrowest_key
 
 _aten = torch.ops.aten
 

@@ -72,6 +72,12 @@ _MOST_WARPS = 16
 _ROW_PART_REGISTERS = 160
 """The most registers of a thread of such a program for elements of loaded rows and of sums of columns."""
 
+_SHARED_ROW_TILES = ((16, 256), (4, 2048), (8, 1024))
+"""Rows and elements of a step of programs of rows that share all that they load; the second one is for few rows."""
+
+_SHARED_STEP = 256
+"""The most elements of rows that share them and are one step."""
+
 _CHUNK_KINDS = frozenset({"sum", "prod", "max", "min", "any", "all"})
 """The kinds of reductions that reduce chunks of a row first."""
 
@@ -80,7 +86,24 @@ def inner_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
     """Returns persistent configurations for rows that fit registers, and looped ones for long rows."""
     block = next_power_of_2(hint(kernel.reduced_count))
     persistent, looped = _persistent_rows(kernel, hint, spec), _looped_rows(kernel, hint, spec)
-    return [*persistent, *looped] if not persistent or block > _SHORT_ROW else persistent
+    shared = _rows_of_shared_elements(kernel, hint, spec)
+    return [*shared, *persistent, *looped] if not persistent or block > _SHORT_ROW else [*shared, *persistent]
+
+
+def _rows_of_shared_elements(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileConfiguration]:
+    """Returns configurations of several long rows of which all load the same elements, as those that are counted."""
+    pairs = zip(kernel.operations, kernel.address_axes, strict=True)
+    loaded = [axes for item, axes in pairs if isinstance(item, Load) and not axes.isdisjoint(kernel.reduced)]
+    is_shared = kernel.axes and loaded and all(axes <= {*kernel.reduced} for axes in loaded)
+    block = next_power_of_2(hint(kernel.reduced_count))
+    if not is_shared or kernel.is_multi_pass or block <= _SHARED_STEP:
+        return []
+    many, few, other = [
+        TileConfiguration(y=kernel.axes, y_block=rows, r_block=min(step, block), looped=True)
+        for rows, step in _SHARED_ROW_TILES
+    ]  # fmt: skip
+    has_many = hint(kernel.count) * 2 >= many.y_block * spec.multiprocessors * 3
+    return [many, few, other] if has_many else [few, many, other]
 
 
 def _persistent_limit(kernel: Kernel) -> int:
