@@ -136,6 +136,23 @@ def interpreter_tensor_patch(
     return interpreter, "_patch_lang_tensor", extend(interpreter._patch_lang_tensor)
 
 
+def interpreter_language_patch() -> tuple[object, str, object]:
+    """Returns owner, name and a quicker form of the function by which Triton's interpreter patches its language.
+
+    Why: a kernel that calls a function of the library, such as `tl.sum`, has the language patched again in each call.
+    """
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    language, patch_language = interpreter.tl, interpreter._patch_lang
+
+    def patch_once(function: Any) -> Any:
+        modules = [item for item in function.__globals__.values() if item is language or item is language.core]
+        if modules and not any(language.core.is_builtin(module.load) for module in modules):
+            return interpreter._LangPatchScope()
+        return patch_language(function)
+
+    return interpreter, "_patch_lang", patch_once
+
+
 _LAUNCHER_LOCK = threading.RLock()
 _ARGUMENTS = "fxwrap_arguments"
 

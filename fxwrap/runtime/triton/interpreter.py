@@ -3,7 +3,8 @@
 The interpreter has no libdevice functions: torch's equivalents replace them. It loses the bool dtype of comparisons
 when it broadcasts scalars. In Triton 3.6 it converts loop bounds in a way that NumPy removed. Its reductions and scans
 combine elements one by one in Python; the patches combine whole slices. Its dot multiplies the bits of bfloat16, and
-its casts to bfloat16 truncate where a GPU rounds to the nearest number. It has no atomic addition of bfloat16.
+its casts to bfloat16 truncate where a GPU rounds to the nearest number. It has no atomic addition of bfloat16. It
+compares each sum and product of integers with the limits of their type, and reads the result in debug mode only.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def interpreter_patches() -> tuple[tuple[object, str, object], ...]:
     """Returns owner, name and function of each patch."""
     library = importlib.import_module(_MODULE)
     interpreter = importlib.import_module("triton.runtime.interpreter")
+    semantic = importlib.import_module("triton.language.semantic").TritonSemantic
     functions: dict[str, Callable[..., torch.Tensor]] = {name: getattr(torch, name) for name in _SAME_AS_TORCH}
     functions["rint"] = torch.round
     return (
@@ -45,6 +47,8 @@ def interpreter_patches() -> tuple[tuple[object, str, object], ...]:
         ),
         (interpreter.InterpreterBuilder, "cast_impl", _rounding_cast(interpreter.InterpreterBuilder.cast_impl)),
         torch_compat.interpreter_tensor_patch(_add_index_method),
+        torch_compat.interpreter_language_patch(),
+        (semantic, "binary_op_sanitize_overflow_impl", _overflow_check(semantic.binary_op_sanitize_overflow_impl)),
         (importlib.import_module("triton.language"), "device_assert", _require),
         (interpreter.ReduceOps, "generic_reduce", _reduce),
         (interpreter.ScanOps, "generic_scan", _scan),
@@ -85,6 +89,16 @@ def _add_index_method(patch: Callable[..., None]) -> Callable[..., None]:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     return prepare
+
+
+def _overflow_check(original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps the check of integers for overflow, which takes half of a kernel's time."""
+
+    def check(semantic: Any, left: Any, right: Any, operation: Callable[..., Any]) -> None:
+        if semantic.builder.options.debug:
+            original(semantic, left, right, operation)
+
+    return check
 
 
 def _require(condition: Any, message: str = "", mask: Any = None) -> None:
