@@ -13,6 +13,7 @@ from fxwrap.loop_ir.index import *
 from fxwrap.loop_ir.interleaved import *
 from fxwrap.loop_ir.kernel import *
 from fxwrap.loop_ir.masked_selections import *
+from fxwrap.loop_ir.moved_elements import *
 from fxwrap.loop_ir.offsets import *
 from fxwrap.loop_ir.operations import *
 from fxwrap.loop_ir.parse import parse_kernel as parse_kernel

@@ -18,7 +18,7 @@ from fxwrap.runtime.native import COMMON_FLAGS, KERNEL_FLAGS, PROGRAM_HEADERS, f
 from tests.printers.cpp_kernels import BF16, F32, check, matrix, pointwise, reduction
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, F32], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, F32, torch.int16, torch.uint8, torch.bool], ids=str)
 @pytest.mark.parametrize("first", [0, 1])
 def test_scalar_gathers_in_vector_loops(dtype: torch.dtype, first: int) -> None:
     def formula(body: KernelBuilder, row: Axis, column: Axis) -> None:
@@ -29,13 +29,53 @@ def test_scalar_gathers_in_vector_loops(dtype: torch.dtype, first: int) -> None:
         body.store("out", matrix(row, column), chosen.to(F32) * 2.0 + masked)
 
     generator = torch.Generator().manual_seed(5)
-    table = torch.randn(101 + first, generator=generator).to(dtype)[first:]  # one that begins within a word, too
+    elements = torch.randn(101 + first, generator=generator) * 9
+    table = (elements.abs() if dtype is torch.uint8 else elements).to(dtype)[first:]  # one begins within a word, too
     index = torch.randint(0, 101, (5 * 75,), generator=generator)
     source = check(
         pointwise(formula, 5, 75, Buffer("index", torch.int64, 375), Buffer("table", dtype, 101)),
         arguments={"table": table, "index": index},
     )
     assert ("gather(" in source) == (dtype is not F32)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, F32], ids=str)
+@pytest.mark.parametrize("stride", [2, 40])
+def test_halves_that_are_far_from_each_other_are_gathered(dtype: torch.dtype, stride: int) -> None:
+    body, row, column = KernelBuilder(), Axis("row", 7), Axis("column", 70)
+    far = body.load("far", as_index(column) * stride + row, dtype).to(F32)
+    (total,) = body.reduce("sum", far * body.load("x", matrix(row, column), F32))
+    body.store("out", as_index(row), total)
+    inputs = [Buffer("far", dtype, 69 * stride + 7), Buffer("x", F32, 490)]
+    source = check(body.finish([row], [column], inputs, [Buffer("out", F32, 7)]), rtol=1e-4)
+    assert ("gather(far, " in source) == (dtype is not F32 and stride > 8)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_bools_of_tiles_are_compared_as_bytes(transposed: bool) -> None:
+    """A condition that is a byte in memory is not vectorised."""
+
+    def masked(x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return x.masked_fill(hidden, -1.0) if transposed else x.masked_fill(hidden, -1.0).softmax(-1)
+
+    size = (70, 90) if transposed else (70, 5)
+    x, hidden = torch.randn(size), torch.rand(size[::-1]).t() > 0.5 if transposed else torch.rand(size) > 0.5
+    compiled = compile_graph(make_fx(masked)(x, hidden), [x, hidden], options=Options(emitter="interpreter"))
+    (result,) = compiled(x, hidden)
+    torch.testing.assert_close(result, masked(x, hidden))
+    (kernel,) = compiled.program.kernels
+    assert re.search(r"load_bool\(in\d_\d+_tile\[", kernel.source)
+
+
+def test_loops_over_rows_at_checked_indices_combine_no_assertions() -> None:
+    def rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return x[index]
+
+    x, index = torch.randn(40, 300), torch.randint(-40, 40, (9,))
+    compiled = compile_graph(make_fx(rows)(x, index), [x, index], options=Options(emitter="interpreter"))
+    assert torch.equal(compiled(x, index)[0], rows(x, index))
+    (kernel,) = compiled.program.kernels
+    assert "failed |= " in kernel.source and "omp simd\n" in kernel.source
 
 
 _FROM_BOOLS: dict[str, Callable[[Scalar, Scalar], Scalar]] = {
@@ -219,6 +259,14 @@ def quantised_rows(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.round(x / scale).clamp(-128, 127).to(torch.int8)
 
 
+def windows_with_padding(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.max_pool2d(x.view(1, 15, 20, 500).permute(0, 3, 1, 2), 5, 1, 2)
+
+
+def next_numbers(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.nextafter(x, y)
+
+
 def bytes_of_halves(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (x * y).to(torch.uint8)
 
@@ -230,6 +278,8 @@ def bytes_of_halves(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         (sum_of_weighted_conditions, F32),
         (quantised_rows, F32),
         (bytes_of_halves, torch.float16),
+        (windows_with_padding, BF16),
+        (next_numbers, F32),
     ],
     ids=lambda item: getattr(item, "__name__", str(item)),
 )

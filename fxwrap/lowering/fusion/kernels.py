@@ -26,6 +26,7 @@ from fxwrap.loop_ir import (
     in_place_candidates,
     merge_complementary_loads,
     reinplace_output,
+    select_unconverted_elements,
     strided_index,
     unroll_short_rows,
 )
@@ -255,7 +256,8 @@ def _canonicalize_axes(kernel: Kernel, hint: Callable[[Size], int], is_parallel:
         kernel = unroll_short_rows(kernel)
     fused = fuse_segments(kernel, hint, NEAR_BYTES if is_parallel else CACHE_LINE_BYTES)
     kernel = merge_complementary_loads(kernel) if fused is kernel else canonicalize_axes(fused, hint)
-    return drop_repeated_masks(kernel)
+    kernel = drop_repeated_masks(kernel)
+    return kernel if is_parallel else select_unconverted_elements(kernel)
 
 
 def _buffer(name: str, value: Value) -> Buffer:

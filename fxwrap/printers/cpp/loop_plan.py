@@ -11,6 +11,7 @@ import torch
 
 from fxwrap.loop_ir import (
     HALF_PRECISION,
+    MAX_INTERLEAVED,
     OPERATIONS,
     Axis,
     Compute,
@@ -161,10 +162,21 @@ class LoopPlan:
 
     @cached_property
     def gather_loads(self) -> frozenset[int]:
-        """The loads of elements of one or two bytes at indirect indices that differ between lanes."""
+        """The loads of elements of one or two bytes at indirect indices that differ between lanes.
+
+        Those of half precision, which vectors convert, may also be far from each other.
+        """
         loads = enumerate(self.kernel.operations)
         short = {at: item for at, item in loads if isinstance(item, Load) and item.dtype.itemsize <= 2}
-        return frozenset([at for at, item in short.items() if self._is_gather(item.index)])
+        return frozenset([
+            at
+            for at, item in short.items()
+            if self._is_gather(item.index) or (item.dtype in HALF_PRECISION and self._is_far(item.index))
+        ])  # fmt: skip
+
+    def _is_far(self, index: Index) -> bool:
+        stride = None if self.vector_axis is None else index.stride(self.vector_axis)
+        return stride is not None and stride.constant is not None and abs(stride.constant) > MAX_INTERLEAVED
 
     def _is_gather(self, index: Index) -> bool:
         indirect = [atom for atom in index.atoms() if isinstance(atom, IndirectIndex)]

@@ -355,7 +355,8 @@ class PointwisePrinter(LoopPrinter):
         self.writer.line(f"alignas(64) {CPP_TYPES[load.dtype]} {tile}[tile][tile];")
         source = f"{load.buffer} + {index(corner)}, {index(stride)}"
         self.writer.line(f"transpose({source}, {height}, {width}, &{tile}[0][0], tile);{self.statements.comment(load)}")
-        return f"{tile}[{axis.name} - {axis.name}_0][{lane.name} - {lane.name}_0]"
+        element = f"{tile}[{axis.name} - {axis.name}_0][{lane.name} - {lane.name}_0]"
+        return self.statements.element(element, load.dtype)
 
     def hoist(self, known: EmittedValues) -> None:
         """Writes the operands of the vectorised loop that do not depend on its axis."""

@@ -142,9 +142,8 @@ class StatementPrinter:
             case Load():
                 index = self.index(known)(operation.index)
                 is_gather = position in self.gather_loads
-                text = f"gather({operation.buffer}, {index})" if is_gather else f"{operation.buffer}[{index}]"
-                if operation.dtype is torch.bool and not is_gather:
-                    text = f"load_bool({text})"
+                plain = self.element(f"{operation.buffer}[{index}]", operation.dtype)
+                text = f"gather({operation.buffer}, {index})" if is_gather else plain
                 if operation.mask is None:
                     return text
                 condition, other = known[operation.mask], literal(operation.other, operation.dtype)
@@ -166,6 +165,10 @@ class StatementPrinter:
                 raise AssertionError("loops write reductions, scans, stores and assertions")
             case _:
                 assert_never(operation)
+
+    def element(self, text: str, dtype: torch.dtype) -> str:
+        """Returns the value of an element of memory."""
+        return f"load_bool({text})" if dtype is torch.bool else text
 
     def store(self, store: Store, known: EmittedValues) -> None:
         """Writes a store of a known value."""

@@ -89,7 +89,7 @@ class TransposedColumnPrinter(ColumnPrinter):
                 rows, stride = self.rows(operation)
                 arguments = f"{rows}, {stride}, {self.lane_count}, &{name}_tile[0][0], {self.block}"
                 self.writer.line(f"load_columns<{row.size}>({arguments});{self.statements.comment(operation)}")
-                known[position] = f"{name}_tile[{row.name}][lane]"
+                known[position] = self.statements.element(f"{name}_tile[{row.name}][lane]", operation.dtype)
         return known
 
     def block_stores(self, stores: Sequence[Store]) -> Sequence[Store]:

@@ -33,8 +33,6 @@ VECTOR_MATH float sinef(float) noexcept __asm__("sinf");
 VECTOR_MATH float cosinef(float) noexcept __asm__("cosf");
 double lgamma(double) noexcept;
 float lgammaf(float) noexcept;
-double nextafter(double, double) noexcept;
-float nextafterf(float, float) noexcept;
 double fmod(double, double) noexcept;
 float fmodf(float, float) noexcept;
 // The same, with the vector forms of vector_math.h, which kernels that call them include.

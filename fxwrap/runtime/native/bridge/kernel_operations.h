@@ -95,13 +95,22 @@ INLINE double copysign(double a, double b) { return __builtin_copysign(a, b); }
 UNARY(exp2) UNARY(expm1) UNARY(log) UNARY(log2) UNARY(log10) UNARY(log1p)
 UNARY(tan) UNARY(sinh) UNARY(cosh)
 UNARY(atan) UNARY(asinh) UNARY(acosh) UNARY(erfc)
-BINARY(atan2) BINARY(hypot) BINARY(nextafter)
+BINARY(atan2) BINARY(hypot)
 #undef UNARY
 #undef BINARY
 INLINE float sin(float x) { return ::sinef(x); }
 INLINE double sin(double x) { return ::sine(x); }
 INLINE float cos(float x) { return ::cosinef(x); }
 INLINE double cos(double x) { return ::cosine(x); }
+// The bits of numbers of one sign are in the order of their size.
+template <class T> INLINE T nextafter(T a, T b) {
+  using Word = typename Bits<sizeof(T)>::Type;
+  const Word bits = bitcast<Word>(a), farther = bits + 1, nearer = bits - 1;
+  const T moved = bitcast<T>((a < b) == (a > 0) ? farther : nearer);
+  const T smallest = copysign(bitcast<T>(Word(1)), b);
+  const T next = a == b ? b : a == 0 ? smallest : moved;
+  return (a != a) | (b != b) ? a + b : next;
+}
 INLINE float fmod(float a, float b) { return ::vector_fmodf(a, b); }
 INLINE double fmod(double a, double b) { return ::vector_fmod(a, b); }
 
