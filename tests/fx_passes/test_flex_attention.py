@@ -526,7 +526,7 @@ def test_training_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "width"), [(300, 64), (300, 128), (1, 128), (3, 64)])
+@pytest.mark.parametrize(("rows", "width"), [(300, 64), (300, 128), (300, 256), (1, 128), (3, 64)])
 def test_half_precision_on_a_gpu(rows: int, width: int) -> None:
     """Partial and full blocks, grouped heads, a bias and a cap, in training and in a decoding step."""
     shapes = (2, 4, rows, width), (2, 2, 300, width), (2, 2, 300, width)

@@ -265,11 +265,16 @@ def test_an_h100_divides_once_per_row_and_converts_no_distance() -> None:
 
 def test_wide_heads_have_large_blocks_that_fit_registers() -> None:
     """Each step rescales all sums of a row, so that few keys a step take longer than their products."""
-    kernel = attention_kernel(rows=512, keys=512, width=256, columns=256, dtype=torch.bfloat16, cap=50.0)
+    sizes: dict[str, Any] = {"width": 256, "columns": 256, "dtype": torch.bfloat16}
+    kernel = attention_kernel(heads=64, rows=512, keys=512, **sizes, cap=50.0)
     configuration = streaming_configurations(kernel, int)[0]
     assert (configuration.row_block, configuration.key_block) == (128, 64)
     ptx = compiled(print_triton(kernel, configuration)).asm["ptx"]
     assert "wgmma.mma_async" in ptx and not SPILLED.search(ptx)
+    few = attention_kernel(rows=512, keys=512, **sizes)
+    assert streaming_configurations(few, int)[0].row_block == 64  # more programs for the multiprocessors of a GPU
+    gradients = gradient_kernel(queries=512, keys=512, **sizes)
+    assert all(item.branches for item in streaming_configurations(gradients, int)[:-1])  # the code of one loop
 
 
 def test_an_h100_adds_to_memory_without_returning_the_old_value() -> None:

@@ -53,8 +53,7 @@ def streaming_configurations(
         table = _DECODING
     elif is_half and matrices == 2 and any(isinstance(item, Load) for item in biases):
         table = _LOADED_BIAS
-    has_branch = is_half and matrices == 2 and rows > _FEW_ROWS
-    branches = has_branch and not (biases and (width > 64 or parts.visit_bound is None))
+    branches = is_half and rows > _FEW_ROWS and _has_one_loop(matrices, width, bool(biases), parts)
     candidates = [
         StreamingConfiguration(
             row_block=min(r, rows),
@@ -68,6 +67,13 @@ def streaming_configurations(
         )
         for r, k, warps, stages, registers in table[min(max(width, 64), max(table))]
     ]
+    if (
+        is_half
+        and matrices == 2
+        and width > 128
+        and _programs(kernel, parts, candidates[0], hint) < spec.multiprocessors
+    ):
+        candidates.sort(key=lambda item: item.row_block)
     if is_uneven:
         candidates = [replace(item, band=_band(kernel, parts, item, hint, spec)) for item in candidates]
     first = candidates[0]
@@ -75,6 +81,24 @@ def streaming_configurations(
     other = [replace(first, branches=not branches), replace(first, band=band)] if is_half else []
     bound = partial(_shared_bytes, kernel, parts, hint)
     return tuple(fitting(list(dict.fromkeys([*candidates, *other])), bound, _smaller, spec))
+
+
+def _has_one_loop(matrices: int, width: int, has_bias: bool, parts: StreamingReduction) -> bool:
+    """Whether one loop over full and partial blocks, with a branch, is faster than two loops, by matrices of a step.
+
+    Two loops have the code of wide heads' gradients twice, whose values fill the registers.
+    """
+    if matrices != 2:
+        return matrices == 4 and width == 256
+    return not has_bias or (parts.visit_bound is not None and (width <= 64 or width == 256))
+
+
+def _programs(
+    kernel: Kernel, parts: StreamingReduction, configuration: StreamingConfiguration, hint: Hint
+) -> int:  # fmt: skip
+    """Returns the number of programs of a configuration."""
+    others = [axis.size for axis in kernel.axes if axis not in (parts.row, *parts.columns)]
+    return -(-hint(parts.row.size) // configuration.row_block) * hint(product(others))
 
 
 def _shared_bytes(kernel: Kernel, parts: StreamingReduction, hint: Hint, configuration: StreamingConfiguration) -> int:
@@ -212,17 +236,17 @@ _LOADED_BIAS: _Table = {
 _HALF: Mapping[int, _Table] = {
     2: {64: [(64, 128, 4, 2, 168), (64, 64, 4, 2, 128), (64, 64, 4, 3, 128), (128, 128, 4, 3, 0), (128, 64, 8, 3, 128)],
         128: [(128, 64, 8, 2, 128), (128, 128, 8, 2, 0), (64, 64, 4, 3, 0), (64, 32, 4, 3, 0)],
-        256: [(128, 64, 8, 2, 0), (64, 32, 4, 2, 0), (128, 32, 8, 3, 0), (64, 32, 4, 3, 0)],
+        256: [(128, 64, 8, 2, 0), (64, 32, 4, 3, 0), (64, 32, 4, 2, 0), (128, 32, 8, 3, 0)],
         512: [(32, 32, 4, 2, 0), (32, 16, 4, 3, 0), (64, 32, 8, 2, 0)]},
     3: {64: [(64, 64, 4, 3, 0), (128, 64, 4, 3, 0), (64, 128, 4, 2, 0), (128, 128, 8, 2, 0), (128, 64, 8, 3, 0),
              (128, 64, 8, 2, 0)],
         128: [(64, 64, 4, 2, 0), (128, 64, 8, 3, 0), (128, 64, 8, 2, 0), (128, 32, 8, 2, 0)],
-        256: [(64, 32, 4, 2, 0), (128, 32, 8, 2, 0), (64, 32, 8, 2, 0)],
+        256: [(128, 32, 8, 2, 0), (64, 32, 4, 2, 0), (64, 16, 4, 2, 0)],
         512: [(32, 32, 8, 2, 0), (32, 16, 4, 2, 0)]},
     4: {64: [(64, 64, 4, 3, 0), (64, 32, 4, 3, 0), (128, 64, 8, 3, 0), (128, 64, 8, 2, 0), (128, 32, 8, 3, 0),
              (64, 64, 8, 2, 0)],
         128: [(64, 64, 4, 2, 0), (128, 64, 8, 3, 0), (128, 64, 8, 2, 0), (64, 32, 4, 2, 0), (128, 32, 8, 2, 0)],
-        256: [(64, 32, 8, 2, 0), (32, 32, 4, 2, 0), (64, 32, 8, 1, 0)],
+        256: [(64, 64, 8, 2, 0), (64, 32, 8, 3, 0), (64, 32, 8, 2, 0), (32, 32, 4, 2, 0)],
         512: [(32, 32, 8, 2, 0), (32, 16, 8, 2, 0)]},
 }  # fmt: skip
 """The tables by the number of matrix products of a step.
