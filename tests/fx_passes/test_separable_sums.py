@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,9 +48,14 @@ def trained(
     return graphs, programs, torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
 
 
-def gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Returns the gradient of a function's input, for a gradient of its result that differs everywhere."""
+def gradient(function: Callable[[Tensor], Tensor], x: Tensor, dynamic: Sequence[int] = ()) -> Tensor:
+    """Returns the gradient of a function's input, for a gradient of its result that differs everywhere.
+
+    The sizes of `dynamic` dimensions are symbols.
+    """
     x = x.detach().clone().requires_grad_()
+    for dim in dynamic:
+        torch._dynamo.mark_dynamic(x, dim)
     result = function(x)
     factors = torch.linspace(-1, 2, result.numel(), dtype=result.dtype).view(result.shape)
     result.backward(factors)
