@@ -378,7 +378,7 @@ compiled_window_sums = compiled_together(window_sum)
 @pytest.mark.parametrize(("width", "channels_last"), WINDOW_CASES)
 def test_loops_of_masked_windows_have_cases(width: int, channels_last: bool) -> None:
     source = check(window_sum(width, channels_last))
-    # Of five columns and five rows, not every pair has a loop of its own. Bits select rows, so that loops are vectorised.
+    # Of five columns and five rows, not every pair has a loop of its own. Bits select rows: loops are vectorised.
     masks_remain = "x[op::where<int64_t>(logical_and_" in source
     assert "if (" in source and masks_remain == (width == 5)
     assert " ? " not in source
