@@ -309,7 +309,24 @@ class TilePrinter(TileOffsetPrinter):
             if index.constant is not None:  # Triton broadcasts no plain number
                 text = f"tl.full((), {index.constant}, {'tl.int64' if self.use_int64 else 'tl.int32'})"
             text = f"tl.broadcast_to({text}, ({', '.join(shape)}{',' if len(shape) == 1 else ''}))"
+        elif len(own) > 1 and any(isinstance(atom, IndirectIndex) for atom in index.atoms()):
+            text = self._grouped_index_text(index)
         return self.pointers[buffer] if text == "0" else f"{self.pointers[buffer]} + {text}"
+
+    def _grouped_index_text(self, index: Index) -> str:
+        """Returns an index as a sum of its parts: those along fewer dimensions of the tile first.
+
+        A block then has an address for each row, and adds the offset of a column to it for each element. Parts of
+        indices with negative terms might not fit 32 bits.
+        """
+        if any(coefficient < 0 for _, coefficient in index.terms):
+            return self._index_text(index)
+        parts: dict[frozenset[int], Index] = {}
+        for term in index.terms:
+            dimensions = self._index_dimensions(part := Index((term,)))
+            parts[dimensions] = parts.get(dimensions, as_index(0)) + part
+        ordered = sorted(parts, key=lambda dimensions: (len(dimensions), sorted(dimensions)))
+        return " + ".join([parenthesize(self._index_text(parts[dimensions])) for dimensions in ordered])
 
     def _index_text(self, index: Index) -> str:
         return self._flat_index_text(index, self.tile.dimensions[-1] if self.tile.dimensions else None)
