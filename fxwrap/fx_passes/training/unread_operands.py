@@ -73,7 +73,7 @@ def _memory_order(fake: FakeTensor) -> list[int] | None:
     """Returns the dimensions of a tensor whose elements are adjacent, the one with the longest stride first."""
     sizes, strides = expressions_of(fake.shape), expressions_of(fake.stride())
     if all(isinstance(number, int) for number in (*sizes, *strides)):
-        order = sorted(range(fake.dim()), key=lambda dim: (-fake.stride(dim), -fake.shape[dim], dim))
+        order = sorted(range(fake.dim()), key=lambda dim: (-strides[dim], -sizes[dim], dim))
         return order if fake.permute(order).is_contiguous() else None
     rest, step, reverse = [dim for dim in range(fake.dim()) if sizes[dim] != 1], sympy.Integer(1), list[int]()
     while rest:
