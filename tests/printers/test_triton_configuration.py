@@ -219,3 +219,41 @@ def test_one_warp_has_short_rows_with_masked_elements_of_a_row_each() -> None:
 
     kernel = build([p], [r], {"x": (BF16, 3 << 20), "y": (BF16, 1 << 20)}, {"out": (BF16, 1 << 22)}, write)
     assert configurations(kernel)[0].num_warps == 1
+
+
+def corners_kernel(rows: int, columns: int, images: int = 2, crossed: bool = False, corners: int = 4) -> Kernel:
+    """The sum of the elements around a position of an image of 9 x 11, as of an interpolation; `crossed` along it."""
+    p0, p1, p2 = axes = [Axis("p0", images), Axis("p1", rows), Axis("p2", columns)]
+
+    def write(body: KernelBuilder) -> None:
+        y, x = body.index(as_index(p1)), body.index(as_index(p2) + (p1 if crossed else 0))
+        sums = []
+        for number in range(corners):
+            row = body.indirect_index((y + number // 2).minimum(8), 9)
+            column = body.indirect_index((x * 2 + number % 2).minimum(10), 11)
+            sums.append(body.load("x", (as_index(p0) * 9 + row) * 11 + column, F32))
+        body.store("out", linearize_index(axes, [images, rows, columns]), sum(sums[1:], sums[0]))
+
+    return build(axes, [], {"x": (F32, images * 99)}, {"out": (F32, images * rows * columns)}, write)
+
+
+@pytest.mark.parametrize(
+    ("columns", "corners", "tile"),
+    [(128, 4, (128, 4, 1)), (224, 4, (128, 4, 1)), (57, 4, (64, 32, 4)), (90, 4, (32, 64, 4)), (97, 16, (16, 64, 4))],
+)
+def test_elements_at_indices_of_rows_and_columns_are_in_tiles(
+    columns: int, corners: int, tile: tuple[int, int, int]
+) -> None:
+    kernel = corners_kernel(35, columns, corners=corners)
+    first = configurations(kernel)[0]
+    assert first.y == kernel.axes[2:] and (first.y_block, first.x_block, first.num_warps) == tile
+    text = check(kernel, first)
+    assert text.count(" * 11 + p0 * 99)") == corners, "what varies along rows alone is added up before columns"
+
+
+@pytest.mark.parametrize(
+    "kernel", [corners_kernel(35, 90, crossed=True), corners_kernel(35, 90, corners=2), corners_kernel(350, 9)],
+    ids=["of both", "few loads", "short rows"],
+)  # fmt: skip
+def test_other_elements_at_indices_are_in_flat_blocks(kernel: Kernel) -> None:
+    assert configurations(kernel)[0].x == kernel.axes

@@ -44,6 +44,12 @@ from fxwrap.printers.triton.tiling import TileConfiguration, next_power_of_2, pr
 _ROW_ELEMENTS, _GATHERED_ELEMENTS = 8, 4
 """The elements of a thread at indirect indices: of rows, whose elements are contiguous, and of single elements."""
 
+_MIN_GATHERED_LOADS = 4
+"""The fewest loads at computed indices whose rows and columns share what they compute."""
+
+_GATHERED_TILES = ((128, 4, 1), (64, 32, 4), (32, 64, 4), (16, 128, 4))
+"""Columns, rows and warps of tiles of such loads, the widest that a row fills first; of many loads they have half."""
+
 _SINGLE_ELEMENTS = 4
 """The elements of a thread that accesses them one by one: more need registers for addresses, and save nothing."""
 
@@ -79,6 +85,7 @@ def pointwise_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> li
     joined = max([item.count for item in joined_accesses(kernel, inner)], default=1)
     if other is not None and hint(size_of(run)) * joined >= MIN_TILE_SIDE:
         return [_transposed_tile(kernel, inner, other, hint, *shape) for shape in _tiles(kernel)]
+    gathered = _gathered_tiles(kernel, inner, hint) if joined == 1 else []
     block, warps = _pointwise_block(kernel, inner, hint, spec)
     if _has_single_elements(kernel, _pointwise_tile(kernel, inner, hint, block, warps)):
         block = min(block, WARP_LANES * max(warps, 4) * _SINGLE_ELEMENTS)
@@ -88,7 +95,31 @@ def pointwise_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> li
     shared = [_pointwise_tile(kernel, inner, hint, block // 4, warps, 8)] if rows >= 8 and block >= 1024 else []
     sizes = [(block, warps), (2 * block, warps), (2 * block, 2 * warps), (max(block // 2, 32), warps)]
     sizes.append((4 * block, 2 * warps))
-    return [*shared, *[_pointwise_tile(kernel, inner, hint, *size) for size in sizes]]
+    return [*gathered, *shared, *[_pointwise_tile(kernel, inner, hint, *size) for size in sizes]]
+
+
+def _gathered_tiles(kernel: Kernel, inner: Axis, hint: Hint) -> list[TileConfiguration]:
+    """Returns tiles of rows by columns for loads at indices of rows and of columns, as of the corners around a pixel.
+
+    What depends on a row, or on a column, is computed once for each in a thread, not for each element. Columns are the
+    tile's first dimension: where Triton knows no contiguous elements, those along it are in neighbouring threads.
+    """
+    rest = tuple([axis for axis in kernel.axes if axis != inner])
+    loads = [item for item in kernel.operations if isinstance(item, Load) and _is_gather(item)]
+    if not rest or len(loads) < _MIN_GATHERED_LOADS or kernel.combines_values:
+        return []
+    by_column, by_row = kernel.varying_along((inner,)), kernel.varying_along(rest)
+    atoms = [atom for item in kernel.accesses for atom in item.index.atoms()]
+    indices = {atom.operation for atom in atoms if isinstance(atom, IndirectIndex)}
+    size = hint(inner.size)
+    shapes = [shape for shape in _GATHERED_TILES if -(-size // shape[0]) * shape[0] * 4 <= size * 5]
+    if not any(by_column[item] for item in indices) or any(by_column[item] and by_row[item] for item in indices):
+        return []
+    parts = 1 if len(loads) < MANY_LOADS else 2
+    return [
+        TileConfiguration(x=rest, y=(inner,), x_block=rows // parts, y_block=columns, num_warps=warps)
+        for columns, rows, warps in shapes
+    ]
 
 
 def _tiles(kernel: Kernel) -> Sequence[tuple[int, int, int]]:

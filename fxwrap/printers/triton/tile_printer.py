@@ -316,8 +316,8 @@ class TilePrinter(TileOffsetPrinter):
     def _grouped_index_text(self, index: Index) -> str:
         """Returns an index as a sum of its parts: those along fewer dimensions of the tile first.
 
-        A block then has an address for each row, and adds the offset of a column to it for each element. Parts of
-        indices with negative terms might not fit 32 bits.
+        A block then has an address for each row, and each element adds the offset of its column, or the other way
+        round. Parts of indices with negative terms might not fit 32 bits.
         """
         if any(coefficient < 0 for _, coefficient in index.terms):
             return self._index_text(index)
