@@ -186,6 +186,17 @@ def test_a_function_is_accurate_everywhere(spec: OperationSpec, dtype: torch.dty
     )
 
 
+def test_lgamma_of_negative_numbers() -> None:
+    """Where terms cancel, too: eager's own digits are lost there."""
+    generator = torch.Generator().manual_seed(7)
+    used = torch.cat(
+        [torch.rand(40000, generator=generator) * -60, torch.tensor([-0.0, -1.0, -2.0, -1e-45, -torch.inf])]
+    )
+    actual = run(kernel_of(OPERATIONS["lgamma"], [used], torch.float32), [used])
+    expected = torch.lgamma(used.double())
+    torch.testing.assert_close(actual.double(), expected, rtol=2e-7, atol=1e-10)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("source", sorted(KERNEL_DTYPES, key=str), ids=str)
 def test_casts_match_torch(source: torch.dtype) -> None:

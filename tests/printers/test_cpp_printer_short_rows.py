@@ -68,4 +68,5 @@ def test_short_rows_are_transposed(length: int, dtype: torch.dtype, gap: int) ->
 @pytest.mark.parametrize("rows", [0, 70])
 def test_scans_of_short_rows(kind: str, length: int, dtype: torch.dtype, rows: int) -> None:
     source = check(scans_of(kind, length, dtype), {"s0": rows})
-    assert f"load_columns<{length}>(x + " in source and "_running[lane]" in source
+    assert f"load_columns<{length}>(x + " in source and "_running" in source
+    assert ("IndexedLanes<" in source) == (kind == "cummax"), "elements and positions are in arrays of their own"

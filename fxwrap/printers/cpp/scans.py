@@ -35,6 +35,7 @@ MAX_TOGETHER_COST = 128
 """The most instructions for these elements together: their code is repeated."""
 
 _COMBINE: Final[Mapping[str, str]] = {"cumsum": "sum", "cumprod": "prod", "logcumsumexp": "logaddexp"}
+_BETTER: Final[Mapping[str, str]] = {"cummax": "NotLess", "cummin": "NotGreater"}
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class ScanPrinterBase(ReductionPrinter):
         """Returns the running value of a scan, within a loop."""
 
     @abstractmethod
-    def initialize_running_value(self, kind: str, name: str, start: str, *, reinitialize: bool) -> str:
+    def initialize_running_value(self, position: int, kind: str, name: str, start: str) -> str:
         """Returns the statement that initialises a running value of a C++ type, or resets that of an earlier pass."""
 
     def scan_at(self, position: int) -> Scan:
@@ -119,8 +120,8 @@ class ScanPrinterBase(ReductionPrinter):
         for position in scans:
             operation = self.scan_at(position)
             kind, start = _initial_value(operation, self.statements.dtype(operation.operands[0]))
-            name, reinitialize = f"{self.statements.name(position)}_running", position in self.initialized
-            self.writer.line(self.initialize_running_value(kind, name, start, reinitialize=reinitialize))
+            name = f"{self.statements.name(position)}_running"
+            self.writer.line(self.initialize_running_value(position, kind, name, start))
             self.initialized.add(position)
         return scans
 
@@ -138,8 +139,13 @@ class ScanPrinterBase(ReductionPrinter):
             operand = f"{_accumulator_type(operation, dtype)}({value})"
             self.writer.line(f"{running} = combine::{_COMBINE[operation.kind]}({running}, {operand});{comment}")
             return self.statements.declare(position, f"{CPP_TYPES[dtype]}({running})")
-        self.writer.line(f"{running} = {operation.kind}_step({running}, {value}, {self.position_text()});{comment}")
+        self.writer.line(f"{self.indexed_step(position, value)};{comment}")
         return running
+
+    def indexed_step(self, position: int, value: str) -> str:
+        """Returns the step of a scan whose running value is an element with its position."""
+        running = self.running(position)
+        return f"{running} = {self.scan_at(position).kind}_step({running}, {value}, {self.position_text()})"
 
 
 class RowScanPrinter(ScanPrinterBase, RowPrinter):
@@ -190,9 +196,9 @@ class RowScanPrinter(ScanPrinterBase, RowPrinter):
         """Returns the running value of a row."""
         return f"{self.statements.name(position)}_running"
 
-    def initialize_running_value(self, kind: str, name: str, start: str, *, reinitialize: bool) -> str:
+    def initialize_running_value(self, position: int, kind: str, name: str, start: str) -> str:
         """Returns the statement that initialises a row's running value."""
-        return f"{name} = {start};" if reinitialize else f"{kind} {name} = {start};"
+        return f"{name} = {start};" if position in self.initialized else f"{kind} {name} = {start};"
 
 
 class ColumnPrinter(ScanPrinterBase):
@@ -425,10 +431,21 @@ class ColumnPrinter(ScanPrinterBase):
         """Returns the running value of a column."""
         return f"{self.statements.name(position)}_running[lane]"
 
-    def initialize_running_value(self, kind: str, name: str, start: str, *, reinitialize: bool) -> str:
-        """Returns the statement that initialises the running values of a block's columns."""
+    def initialize_running_value(self, position: int, kind: str, name: str, start: str) -> str:
+        """Returns the statement that initialises the running values of a block's columns.
+
+        Elements and their positions are in arrays of their own, so that loops are vectorised.
+        """
         lanes = f"Lanes<{kind}, {self.block}>"
-        return f"{name} = {lanes}({start});" if reinitialize else f"{lanes} {name}({start});"
+        operation = self.scan_at(position)
+        if better := _BETTER.get(operation.kind):
+            value = CPP_TYPES[self.statements.dtype(operation.operands[0])]
+            lanes, start = f"IndexedLanes<{value}, {self.block}, int64_t, {better}>", f"{start}.value"
+        return f"{name} = {lanes}({start});" if position in self.initialized else f"{lanes} {name}({start});"
+
+    def indexed_step(self, position: int, value: str) -> str:
+        """Returns the step of a column's scan."""
+        return f"{self.statements.name(position)}_running.update(lane, {value}, {self.position_text()})"
 
     def print_parts(self, reductions: list[int], stores: list[Store], known: EmittedValues, pragma: str) -> None:
         """Writes a pass over long columns in parts of fixed size."""

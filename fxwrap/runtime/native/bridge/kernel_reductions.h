@@ -135,14 +135,14 @@ constexpr ArgCombine<Greater> argmax;
 constexpr ArgCombine<Less> argmin;
 }  // namespace combine
 
-// The step of cummax and cummin: the last of equal values wins.
+// The comparisons of cummax and cummin: the last of equal values wins.
+struct NotLess { template <class T> INLINE bool operator()(T a, T b) const { return ((a >= b) & (b == b)) | (a != a); } };
+struct NotGreater { template <class T> INLINE bool operator()(T a, T b) const { return ((a <= b) & (b == b)) | (a != a); } };
 template <class T> INLINE IndexedValue<T> cummax_step(IndexedValue<T> running, T value, int64_t position) {
-  const bool better = ((value >= running.value) & (running.value == running.value)) | (value != value);
-  return better ? IndexedValue<T>{value, position} : running;
+  return NotLess{}(value, running.value) ? IndexedValue<T>{value, position} : running;
 }
 template <class T> INLINE IndexedValue<T> cummin_step(IndexedValue<T> running, T value, int64_t position) {
-  const bool better = ((value <= running.value) & (running.value == running.value)) | (value != value);
-  return better ? IndexedValue<T>{value, position} : running;
+  return NotGreater{}(value, running.value) ? IndexedValue<T>{value, position} : running;
 }
 
 // One best value a lane; positions are of type P, which is 32 bits wide where they fit.
