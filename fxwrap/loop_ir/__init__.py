@@ -2,6 +2,7 @@
 
 from fxwrap.loop_ir.assumptions import *
 from fxwrap.loop_ir.atoms import *
+from fxwrap.loop_ir.body_operations import *
 from fxwrap.loop_ir.builder import *
 from fxwrap.loop_ir.canonicalize import *
 from fxwrap.loop_ir.column_parts import *

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from fxwrap.loop_ir.kernel import Compute, Constant, DeviceAssert, Kernel, Load, Operation, Store, operation_dtype
+from fxwrap.loop_ir.body_operations import Compute, Constant, DeviceAssert, Load, Operation, Store, operation_dtype
+from fxwrap.loop_ir.kernel import Kernel
 
 
 def assume(kernel: Kernel, conditions: Mapping[int, bool]) -> Kernel:

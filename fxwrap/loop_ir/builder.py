@@ -15,14 +15,11 @@ import torch
 
 from fxwrap.caching import bounded_cache
 from fxwrap.loop_ir.atoms import Axis, IndirectIndex
-from fxwrap.loop_ir.index import Atom, Index, IndexLike, as_index
-from fxwrap.loop_ir.kernel import (
-    Buffer,
+from fxwrap.loop_ir.body_operations import (
     Compute,
     Constant,
     DeviceAssert,
     IndexValue,
-    Kernel,
     Load,
     Operation,
     Reduce,
@@ -35,6 +32,8 @@ from fxwrap.loop_ir.kernel import (
     operands,
     renumber_index,
 )
+from fxwrap.loop_ir.index import Atom, Index, IndexLike, as_index
+from fxwrap.loop_ir.kernel import Buffer, Kernel
 from fxwrap.loop_ir.operations import (
     INTEGERS,
     OPERATIONS,

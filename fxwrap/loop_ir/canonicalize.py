@@ -13,8 +13,9 @@ import sympy
 
 from fxwrap.caching import bounded_cache
 from fxwrap.loop_ir.atoms import Axis, IndirectIndex, SizeAtom
+from fxwrap.loop_ir.body_operations import Load, Operation, Reduce, Store, SymbolicScalar, indices, map_operation
 from fxwrap.loop_ir.index import Atom, FloorDivide, Index, IndexLike, Modulo, as_index
-from fxwrap.loop_ir.kernel import Kernel, Load, Operation, Reduce, Store, SymbolicScalar, indices, map_operation
+from fxwrap.loop_ir.kernel import Kernel
 from fxwrap.loop_ir.operations import ORDERED_REDUCTIONS
 from fxwrap.symbolic import Size, canonicalize, expression_kind, make_symbol, product
 from fxwrap.torch_compat import sympy_functions

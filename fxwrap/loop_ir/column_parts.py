@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fxwrap.loop_ir.atoms import Axis
+from fxwrap.loop_ir.body_operations import DeviceAssert, Store
 from fxwrap.loop_ir.contraction import find_contraction
 from fxwrap.loop_ir.index import Atom, IndexLike, as_index
-from fxwrap.loop_ir.kernel import DeviceAssert, Kernel, Store
+from fxwrap.loop_ir.kernel import Kernel
 from fxwrap.loop_ir.offsets import delinearize_index
 from fxwrap.loop_ir.split import ReductionSplitter, SplitKernel, SplitPlan
 from fxwrap.symbolic import Size, ceiling_divide, product

@@ -10,12 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from fxwrap.loop_ir.builder import eliminate_dead_operations
-from fxwrap.loop_ir.index import Index
-from fxwrap.loop_ir.kernel import (
+from fxwrap.loop_ir.body_operations import (
     Compute,
     Constant,
-    Kernel,
     Load,
     Operation,
     Store,
@@ -23,6 +20,9 @@ from fxwrap.loop_ir.kernel import (
     operands,
     operation_dtype,
 )
+from fxwrap.loop_ir.builder import eliminate_dead_operations
+from fxwrap.loop_ir.index import Index
+from fxwrap.loop_ir.kernel import Kernel
 from fxwrap.loop_ir.operations import OPPOSITES, STORAGE_ONLY
 
 

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from fxwrap.loop_ir.atoms import Axis, IndirectIndex
-from fxwrap.loop_ir.kernel import (
+from fxwrap.loop_ir.body_operations import (
     Compute,
     Constant,
     DeviceAssert,
-    Kernel,
     Load,
     Reduce,
     Store,
@@ -25,6 +24,7 @@ from fxwrap.loop_ir.kernel import (
     operands,
     operation_dtype,
 )
+from fxwrap.loop_ir.kernel import Kernel
 from fxwrap.loop_ir.offsets import linearize_index
 from fxwrap.symbolic import Size, product
 

@@ -9,15 +9,12 @@ import torch
 from typing_extensions import assert_never
 
 from fxwrap.loop_ir.atoms import Axis, IndirectIndex, SizeAtom
-from fxwrap.loop_ir.index import Atom, Index
-from fxwrap.loop_ir.kernel import (
+from fxwrap.loop_ir.body_operations import (
     ASSERT_ERRORS,
     Compute,
     Constant,
     DeviceAssert,
     IndexValue,
-    Kernel,
-    KernelError,
     Load,
     Operation,
     Reduce,
@@ -26,6 +23,8 @@ from fxwrap.loop_ir.kernel import (
     Store,
     SymbolicScalar,
 )
+from fxwrap.loop_ir.index import Atom, Index
+from fxwrap.loop_ir.kernel import Kernel, KernelError
 from fxwrap.loop_ir.offsets import evaluate_index
 from fxwrap.loop_ir.operations import OPERATIONS
 from fxwrap.symbolic import Number, evaluate, evaluate_size

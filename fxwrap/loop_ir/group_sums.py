@@ -14,14 +14,10 @@ from itertools import product as cartesian
 import torch
 
 from fxwrap.loop_ir.atoms import Axis, IndirectIndex
-from fxwrap.loop_ir.builder import KernelBuilder, Scalar
-from fxwrap.loop_ir.contraction import ContractionForm, ProductSum, reduced_axes
-from fxwrap.loop_ir.index import Atom, Index, IndexLike, as_index
-from fxwrap.loop_ir.kernel import (
+from fxwrap.loop_ir.body_operations import (
     Compute,
     DeviceAssert,
     IndexValue,
-    Kernel,
     Load,
     Operation,
     Reduce,
@@ -31,6 +27,10 @@ from fxwrap.loop_ir.kernel import (
     operation_dtype,
     renumber_index,
 )
+from fxwrap.loop_ir.builder import KernelBuilder, Scalar
+from fxwrap.loop_ir.contraction import ContractionForm, ProductSum, reduced_axes
+from fxwrap.loop_ir.index import Atom, Index, IndexLike, as_index
+from fxwrap.loop_ir.kernel import Kernel
 from fxwrap.loop_ir.operations import FLOAT8, HALF_PRECISION, OPERATIONS
 from fxwrap.loop_ir.ranges import value_range
 from fxwrap.symbolic import Number, product

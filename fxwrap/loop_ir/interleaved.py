@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from fxwrap.caching import bounded_cache
 from fxwrap.loop_ir.atoms import Axis
+from fxwrap.loop_ir.body_operations import Load, Store
 from fxwrap.loop_ir.index import Index
-from fxwrap.loop_ir.kernel import Kernel, Load, Store
+from fxwrap.loop_ir.kernel import Kernel
 
 MAX_INTERLEAVED = 8
 """The most accesses that count as one contiguous access."""

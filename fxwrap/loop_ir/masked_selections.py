@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from fxwrap.loop_ir.body_operations import Compute, Constant, Load
 from fxwrap.loop_ir.builder import OperationCopier, replace_operations
-from fxwrap.loop_ir.kernel import Compute, Constant, Kernel, Load
+from fxwrap.loop_ir.kernel import Kernel
 from fxwrap.loop_ir.operations import EXACT_NUMBERS
 
 

@@ -5,8 +5,9 @@ So are the parts of a stack, which would be converted twice. The bits of NaNs st
 
 from __future__ import annotations
 
+from fxwrap.loop_ir.body_operations import Compute, Constant
 from fxwrap.loop_ir.builder import OperationCopier, replace_operations
-from fxwrap.loop_ir.kernel import Compute, Constant, Kernel
+from fxwrap.loop_ir.kernel import Kernel
 from fxwrap.loop_ir.operations import EXACT_NUMBERS, HALF_PRECISION
 
 

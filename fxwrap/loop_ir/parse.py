@@ -12,14 +12,11 @@ import torch
 
 from fxwrap.errors import ParseError
 from fxwrap.loop_ir.atoms import Axis
-from fxwrap.loop_ir.index_text import parse_index, parse_size
-from fxwrap.loop_ir.kernel import (
-    Buffer,
+from fxwrap.loop_ir.body_operations import (
     Compute,
     Constant,
     DeviceAssert,
     IndexValue,
-    Kernel,
     Load,
     Operation,
     Reduce,
@@ -28,6 +25,8 @@ from fxwrap.loop_ir.kernel import (
     Store,
     SymbolicScalar,
 )
+from fxwrap.loop_ir.index_text import parse_index, parse_size
+from fxwrap.loop_ir.kernel import Buffer, Kernel
 from fxwrap.loop_ir.operations import KERNEL_DTYPES, OPERATIONS, STORE_MODES
 from fxwrap.loop_ir.verify import verify_kernel
 from fxwrap.symbolic import parse_expr

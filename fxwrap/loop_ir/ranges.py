@@ -9,8 +9,8 @@ import torch
 from typing_extensions import assert_never
 
 from fxwrap.loop_ir.atoms import Axis, IndirectIndex, SizeAtom
+from fxwrap.loop_ir.body_operations import Compute, Constant, IndexValue, Operation, operation_dtype
 from fxwrap.loop_ir.index import Atom, FloorDivide, Index, Modulo
-from fxwrap.loop_ir.kernel import Compute, Constant, IndexValue, Operation, operation_dtype
 from fxwrap.symbolic import Size, SymbolInfo, bounds
 
 Range = tuple[float, float]

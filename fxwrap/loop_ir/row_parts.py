@@ -11,8 +11,9 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from fxwrap.loop_ir.atoms import Axis
+from fxwrap.loop_ir.body_operations import Load, Reduce, Store, operands
 from fxwrap.loop_ir.index import ONE, Atom, IndexLike, as_index
-from fxwrap.loop_ir.kernel import Kernel, Load, Reduce, Store, operands
+from fxwrap.loop_ir.kernel import Kernel
 from fxwrap.loop_ir.offsets import delinearize_index
 from fxwrap.loop_ir.operations import REDUCTIONS
 from fxwrap.loop_ir.split import ReductionSplitter, SplitKernel, SplitPlan, split_reductions

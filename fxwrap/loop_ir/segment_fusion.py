@@ -12,18 +12,18 @@ from dataclasses import replace
 from functools import partial
 
 from fxwrap.loop_ir.atoms import Axis
-from fxwrap.loop_ir.builder import eliminate_dead_operations
-from fxwrap.loop_ir.index import ONE, Atom, Index, IndexLike, Modulo, as_index
-from fxwrap.loop_ir.kernel import (
+from fxwrap.loop_ir.body_operations import (
     DeviceAssert,
     IndexValue,
-    Kernel,
     Load,
     Operation,
     Store,
     map_operation,
     renumber_index,
 )
+from fxwrap.loop_ir.builder import eliminate_dead_operations
+from fxwrap.loop_ir.index import ONE, Atom, Index, IndexLike, Modulo, as_index
+from fxwrap.loop_ir.kernel import Kernel
 from fxwrap.loop_ir.segments import MAX_SEGMENTS, axis_comparisons, comparisons_at, decide_comparisons
 from fxwrap.loop_ir.split import reduces_columns
 from fxwrap.loop_ir.traffic import NEAR_BYTES, TRANSFER_BYTES, access_bytes

@@ -13,18 +13,18 @@ from functools import partial
 import torch
 
 from fxwrap.loop_ir.atoms import Axis, IndirectIndex
-from fxwrap.loop_ir.index import Index, as_index
-from fxwrap.loop_ir.kernel import (
+from fxwrap.loop_ir.body_operations import (
     Compute,
     Constant,
     DeviceAssert,
     IndexValue,
-    Kernel,
     Load,
     Operation,
     Store,
     map_operation,
 )
+from fxwrap.loop_ir.index import Index, as_index
+from fxwrap.loop_ir.kernel import Kernel
 from fxwrap.loop_ir.operations import COMPARISONS, EXACT_NUMBERS, OPPOSITES, STORAGE_ONLY, WITH_INFINITIES
 
 MAX_SEGMENTS = 8

@@ -12,8 +12,9 @@ from typing import Any, TypeGuard
 
 import torch
 
+from fxwrap.loop_ir.body_operations import Compute, Constant, DeviceAssert, IndexValue, Operation, Store, operands
 from fxwrap.loop_ir.builder import OperationCopier, replace_operations
-from fxwrap.loop_ir.kernel import Compute, Constant, DeviceAssert, IndexValue, Kernel, Operation, Store, operands
+from fxwrap.loop_ir.kernel import Kernel
 from fxwrap.loop_ir.operations import INTEGERS, OPERATIONS
 from fxwrap.loop_ir.small_integers import add_terms
 

@@ -15,9 +15,10 @@ from typing import TypeAlias
 
 import torch
 
+from fxwrap.loop_ir.body_operations import Compute, Constant, IndexValue, Load, operands, operation_dtype
 from fxwrap.loop_ir.builder import OperationCopier, replace_operations
 from fxwrap.loop_ir.index import Atom, Index, as_index
-from fxwrap.loop_ir.kernel import Compute, Constant, IndexValue, Kernel, Load, operands, operation_dtype
+from fxwrap.loop_ir.kernel import Kernel
 from fxwrap.loop_ir.operations import OPERATIONS
 from fxwrap.loop_ir.ranges import index_range
 

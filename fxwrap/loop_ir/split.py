@@ -14,15 +14,10 @@ import sympy
 import torch
 
 from fxwrap.loop_ir.atoms import Axis, IndirectIndex
-from fxwrap.loop_ir.builder import OperationCopier, eliminate_dead_operations
-from fxwrap.loop_ir.canonicalize import reorder_axes
-from fxwrap.loop_ir.index import ONE, Atom, Index, IndexLike, as_index
-from fxwrap.loop_ir.kernel import (
-    Buffer,
+from fxwrap.loop_ir.body_operations import (
     Constant,
     DeviceAssert,
     IndexValue,
-    Kernel,
     Load,
     Reduce,
     ReductionResult,
@@ -31,6 +26,10 @@ from fxwrap.loop_ir.kernel import (
     operands,
     operation_dtype,
 )
+from fxwrap.loop_ir.builder import OperationCopier, eliminate_dead_operations
+from fxwrap.loop_ir.canonicalize import reorder_axes
+from fxwrap.loop_ir.index import ONE, Atom, Index, IndexLike, as_index
+from fxwrap.loop_ir.kernel import Buffer, Kernel
 from fxwrap.loop_ir.offsets import delinearize_index, linearize_index
 from fxwrap.loop_ir.operations import ORDERED_REDUCTIONS, POSITION_RESULTS, REDUCTIONS
 from fxwrap.loop_ir.traffic import FEWEST_CONTIGUOUS, contiguity_scores, has_contiguous_columns

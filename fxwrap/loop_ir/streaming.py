@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from fxwrap.loop_ir.atoms import Axis
-from fxwrap.loop_ir.kernel import Compute, Constant, IndexValue, Kernel, Operation, Reduce, Store, operands
+from fxwrap.loop_ir.body_operations import Compute, Constant, IndexValue, Operation, Reduce, Store, operands
+from fxwrap.loop_ir.kernel import Kernel
 from fxwrap.loop_ir.streaming_bounds import AxisBound, find_bounds, find_masks
 
 

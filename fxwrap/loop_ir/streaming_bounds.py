@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import torch
 
 from fxwrap.loop_ir.atoms import Axis
+from fxwrap.loop_ir.body_operations import Compute, Constant, DeviceAssert, IndexValue, Operation, operation_dtype
 from fxwrap.loop_ir.index import ZERO, Index, as_index
-from fxwrap.loop_ir.kernel import Compute, Constant, DeviceAssert, IndexValue, Kernel, Operation, operation_dtype
+from fxwrap.loop_ir.kernel import Kernel
 from fxwrap.loop_ir.operations import OPPOSITES
 
 _FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}

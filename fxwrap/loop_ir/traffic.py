@@ -6,10 +6,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
 
 from fxwrap.loop_ir.atoms import Axis
+from fxwrap.loop_ir.body_operations import Load, Store
 from fxwrap.loop_ir.canonicalize import replace_indices, stride_magnitude
 from fxwrap.loop_ir.index import ONE, Atom, FloorDivide, Index, IndexLike, Modulo, as_index
 from fxwrap.loop_ir.interleaved import InterleavedAccess, interleaved_accesses
-from fxwrap.loop_ir.kernel import Kernel, Load, Store
+from fxwrap.loop_ir.kernel import Kernel
 from fxwrap.symbolic import Size, product
 
 TRANSFER_BYTES = 32

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from fxwrap.loop_ir.body_operations import Reduce
 from fxwrap.loop_ir.builder import OperationCopier, replace_operations
-from fxwrap.loop_ir.kernel import Kernel, Reduce
+from fxwrap.loop_ir.kernel import Kernel
 from fxwrap.symbolic import product
 
 _UNCHANGED = frozenset({"max", "min", "any", "all"})

@@ -12,12 +12,8 @@ from functools import partial
 from itertools import product as cartesian
 
 from fxwrap.loop_ir.atoms import IndirectIndex
-from fxwrap.loop_ir.builder import eliminate_dead_operations
-from fxwrap.loop_ir.contraction import find_contraction
-from fxwrap.loop_ir.index import ONE, Atom, IndexLike
-from fxwrap.loop_ir.kernel import (
+from fxwrap.loop_ir.body_operations import (
     Compute,
-    Kernel,
     Load,
     Operation,
     Reduce,
@@ -26,6 +22,10 @@ from fxwrap.loop_ir.kernel import (
     operation_dtype,
     renumber_index,
 )
+from fxwrap.loop_ir.builder import eliminate_dead_operations
+from fxwrap.loop_ir.contraction import find_contraction
+from fxwrap.loop_ir.index import ONE, Atom, IndexLike
+from fxwrap.loop_ir.kernel import Kernel
 from fxwrap.loop_ir.segment_fusion import MAX_UNROLLED
 from fxwrap.loop_ir.split import reduces_columns
 from fxwrap.loop_ir.verify import verify_kernel

@@ -5,15 +5,12 @@ from __future__ import annotations
 import torch
 from typing_extensions import assert_never
 
-from fxwrap.loop_ir.kernel import (
+from fxwrap.loop_ir.body_operations import (
     ASSERT_ERRORS,
-    Buffer,
     Compute,
     Constant,
     DeviceAssert,
     IndexValue,
-    Kernel,
-    KernelError,
     Load,
     Operation,
     Reduce,
@@ -27,6 +24,7 @@ from fxwrap.loop_ir.kernel import (
     operation_dtype,
     print_operation,
 )
+from fxwrap.loop_ir.kernel import Buffer, Kernel, KernelError
 from fxwrap.loop_ir.operations import (
     HALF_PRECISION,
     KERNEL_DTYPES,
