@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -15,6 +16,11 @@ from fxwrap.torch_compat import DTYPE_NAMES
 
 DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 """Every element type by its name."""
+
+
+def varying_dims(sizes: Sequence[Size], rank: int) -> list[int]:
+    """Returns the dimensions of size other than 1, of a tensor of these sizes that is broadcast to a rank."""
+    return [dim for dim, size in enumerate(sizes, rank - len(sizes)) if size != 1]
 
 
 def contiguous_strides(sizes: tuple[Size, ...]) -> tuple[Size, ...]:

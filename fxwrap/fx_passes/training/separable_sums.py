@@ -20,6 +20,7 @@ from fxwrap.fx_passes.prepared_graph import Target
 from fxwrap.fx_passes.training.joint_backward import call_like, have_static_sizes, operators_of_options
 from fxwrap.options import Options
 from fxwrap.torch_compat import FakeTensor
+from fxwrap.wrapper_ir import varying_dims
 
 _aten = torch.ops.aten
 _PUTS: frozenset[Target] = frozenset({_aten._unsafe_index_put.default, _aten.index_put.default})
@@ -130,7 +131,7 @@ def _weighted_put(node: Node) -> _WeightedPut | None:
     sizes = values.meta["val"].shape
     for number, dim in enumerate(dims):
         index = indices[dim]
-        if not have_static_sizes(index) or _varying(index, len(dims)) != [number]:
+        if not have_static_sizes(index) or varying_dims(index.meta["val"].shape, len(dims)) != [number]:
             return None
         if index.meta["val"].numel() != sizes[dim]:
             return None
@@ -141,12 +142,6 @@ def _weighted_put(node: Node) -> _WeightedPut | None:
     return _WeightedPut(node, base, {dim: (indices[dim], own[dim]) for dim in dims})
 
 
-def _varying(node: Node, rank: int) -> list[int]:
-    """Returns the dimensions of size other than 1, of a tensor that is broadcast to a rank."""
-    shape = node.meta["val"].shape
-    return [dim for dim, size in enumerate(shape, rank - len(shape)) if size != 1]
-
-
 def _factors(values: Node) -> tuple[Node, tuple[tuple[int, Factor], ...]]:
     """Returns a tensor, and the vectors along a dimension, or 1 minus them, that values are its product with."""
     arguments = [item for item in values.args if isinstance(item, Node)]
@@ -155,7 +150,7 @@ def _factors(values: Node) -> tuple[Node, tuple[tuple[int, Factor], ...]]:
     left, right = arguments
     if values.target is _aten.mul.Tensor:
         for x, vector in ((left, right), (right, left)):
-            dims = _varying(vector, values.meta["val"].dim())
+            dims = varying_dims(vector.meta["val"].shape, values.meta["val"].dim())
             if len(dims) == 1 and _has_type_of(x, values):
                 base, factors = _factors(x)
                 return base, (*factors, (dims[0], (vector, False)))

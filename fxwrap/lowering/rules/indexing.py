@@ -46,7 +46,6 @@ from fxwrap.lowering.rules.known_indices import (
     known_index,
     repeated_operands,
     sum_at_known_indices,
-    varying_dims,
 )
 from fxwrap.lowering.rules.private_sums import private_copies, sum_of_private_copies
 from fxwrap.lowering.rules.registry import (
@@ -62,6 +61,7 @@ from fxwrap.lowering.rules.registry import (
 from fxwrap.lowering.rules.views import reshape_index_map
 from fxwrap.printers.cpp import MIN_SCATTERED_COLUMNS
 from fxwrap.symbolic import Size, product
+from fxwrap.wrapper_ir import varying_dims
 
 # --- along one dimension ---------------------------------------------------------------------------------------------
 

@@ -114,11 +114,6 @@ def known_index(definition: Definition, size: Size) -> KnownIndex | None:
     return KnownIndex(definition, count, slope, offset, width, frozenset(always))
 
 
-def varying_dims(sizes: Sequence[Size], rank: int) -> list[int]:
-    """Returns the dimensions of size other than 1, of a tensor that is broadcast to a rank."""
-    return [dim for dim, size in enumerate(sizes, rank - len(sizes)) if size != 1]
-
-
 def gathers_fewer(read: int, targets: Size, values: Size) -> bool:
     """Whether to read so many values for each target takes less time than to add each of the values to its target."""
     if not isinstance(targets, int) or not isinstance(values, int) or read > MAX_TERMS:
