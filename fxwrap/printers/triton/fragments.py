@@ -114,8 +114,8 @@ def fragment_configurations(
 
     Fewer larger groups than those of a tile share a fragment or follow one another. Programs go through columns in a
     loop where these are more than one block for each. Digits are multiplied as bits where rows are few, so that these
-    have fewer registers than weights, and of one sum, of two that share a fragment, or in a loop: other sums of a step
-    would need too many; and where rows fill fragments.
+    have fewer registers than weights, and of one sum, or in a loop: several sums of a step would need too many; and
+    where rows fill fragments.
     """
     count, columns = contraction.row_count, product([axis.size for axis in contraction.columns])
     groups, size = product([axis.size for axis in form.groups]), form.contraction.summed_count
@@ -152,9 +152,7 @@ def fragment_configurations(
 
 def _multiplies_bits(contraction: ContractionForm, fragments: Fragments, programs: int) -> bool:
     """Whether digits are multiplied as bits: where these are few registers, or rows fill fragments."""
-    count = len(contraction.sums)
-    is_few = count == 1 or count * fragments.columns <= FRAGMENT_ROWS or programs > 0
-    return fragments.joined == 1 or (fragments.chunks > 1 and is_few)
+    return fragments.joined == 1 or (fragments.chunks > 1 and (programs > 0 or len(contraction.sums) == 1))
 
 
 def _programs(tile: FragmentTile, fragments: Fragments, spec: DeviceSpec) -> int:

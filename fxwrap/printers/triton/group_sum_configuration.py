@@ -68,12 +68,10 @@ _LONG_ROW_GROUPS = 128
 
 _FRAGMENT_TILE = FragmentTile(16, 2, 1, True, 128)
 _SEVERAL_SUMS_FRAGMENT_TILE = FragmentTile(16, 4, 1, True, 168)
-_TWO_SUMS_FRAGMENT_TILE = FragmentTile(8, 2, 1, True, 128)
 _ONE_STEP_FRAGMENT_TILE = FragmentTile(16, 4, 2, False, 128)
 _MASKED_STEP_FRAGMENT_TILE = FragmentTile(16, 4, 2, False, 168)
-"""The best tiles of fragments of up to 4 rows: of one sum of many columns, of several sums, of two of digits and many
-columns, which share a fragment, and of one sum of few columns and groups, which are loaded at once, all of a step or
-fewer: masks take registers."""
+"""The best tiles of fragments of up to 4 rows: of one sum of many columns, of several sums, and of one sum of few
+columns and groups, which are loaded at once, all of a step or fewer: masks take registers."""
 
 _LOOPING_FRAGMENT_TILES = (
     FragmentTile(16, 8, 1, False, 128, looping=True), FragmentTile(8, 8, 1, False, 128, looping=True),
@@ -88,9 +86,9 @@ _RESIDENT_FRAGMENT_TILES = (
 or more warps, they would not."""
 
 _FRAGMENT_TILES = (
-    _FRAGMENT_TILE, _SEVERAL_SUMS_FRAGMENT_TILE, _TWO_SUMS_FRAGMENT_TILE, _ONE_STEP_FRAGMENT_TILE,
-    _MASKED_STEP_FRAGMENT_TILE, *_RESIDENT_FRAGMENT_TILES, FragmentTile(16, 1, 1, True, 104),
-    FragmentTile(16, 8, 1, False, 0), FragmentTile(16, 2, 1, False, 0), *_LOOPING_FRAGMENT_TILES,
+    _FRAGMENT_TILE, _SEVERAL_SUMS_FRAGMENT_TILE, _ONE_STEP_FRAGMENT_TILE, _MASKED_STEP_FRAGMENT_TILE,
+    *_RESIDENT_FRAGMENT_TILES, FragmentTile(16, 1, 1, True, 104), FragmentTile(16, 8, 1, False, 0),
+    FragmentTile(16, 2, 1, False, 0), *_LOOPING_FRAGMENT_TILES,
 )  # fmt: skip
 
 _FULL_FRAGMENT_TILE = FragmentTile(16, 2, 4, False, 128)
@@ -236,9 +234,7 @@ def _best_fragment_tile(contraction: ContractionForm, form: GroupedSums, hint: H
     Queries, keys and values have one tile in most models, so that `combo_kernels` makes them one launch.
     """
     if len(contraction.sums) > 1:
-        pair = fragment_configurations(contraction, form, [_TWO_SUMS_FRAGMENT_TILE], spec)
-        has_digits = bool(pair) and pair[0].raw_digits
-        return _TWO_SUMS_FRAGMENT_TILE if has_digits and is_wide(contraction, hint) else _SEVERAL_SUMS_FRAGMENT_TILE
+        return _SEVERAL_SUMS_FRAGMENT_TILE
     columns = hint(product([axis.size for axis in contraction.columns]))
     programs = math.ceil(columns / (_FRAGMENT_TILE.columns * spec.multiprocessors))
     two, three, four, six = _RESIDENT_FRAGMENT_TILES
