@@ -180,18 +180,21 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, lengths: T
     return output
 
 
+@pytest.mark.parametrize("branches", [True, False])
 @pytest.mark.parametrize(("function", "length"), [(_windowed, 40), (_causal, 300)])
-def test_kernels_compile_for_gpus(function: Attention, length: int) -> None:
-    """Tiles of keys and of columns have different sizes; in full blocks of a block mask, bounds do not hold."""
+def test_kernels_compile_for_gpus(function: Attention, length: int, branches: bool) -> None:
+    """Tiles of keys and of columns have different sizes; in full blocks of a block mask, bounds do not hold.
+
+    With branches a loop is over all blocks, else one is over partial blocks and one over full blocks.
+    """
     inputs = [*_operands(length, length, torch.bfloat16)[:4], torch.tensor([17, 40])]
     compiled = fxwrap.compile_graph(make_fx(function)(*inputs), inputs, options=fxwrap.Options(devices=(ANY_SIZE,)))
     kernels = [item.loop_ir for item in compiled.program.kernels if item.name.startswith("flex_attention")]
     (kernel,) = kernels
     assert isinstance(kernel, Kernel)
     configuration = streaming_configurations(kernel, int)[0]
-    for branches in (True, False):  # a loop over all blocks, or over partial ones before full ones
-        printed = print_triton(kernel, dataclasses.replace(configuration, branches=branches))
-        assert "tt.dot" in compiled_for_gpu(printed).asm["ttir"]
+    printed = print_triton(kernel, dataclasses.replace(configuration, branches=branches))
+    assert "tt.dot" in compiled_for_gpu(printed).asm["ttir"]
 
 
 class _Attention(nn.Module):

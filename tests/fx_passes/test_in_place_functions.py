@@ -158,6 +158,6 @@ def test_calls_are_replaced_where_nothing_else_sees_the_write(function: Function
 @pytest.mark.parametrize("function", [*REPLACED, *UNCHANGED], ids=lambda function: function.__name__.strip("_"))
 def test_results_mutations_and_gradients_are_those_of_functionalisation(function: Function, dynamic: bool) -> None:
     torch._dynamo.reset()
-    for size in (5, 7):
+    for size in (5, 7) if dynamic else (5,):
         results = _results(function, "fxwrap", dynamic, size)
         torch.testing.assert_close(results, _results(function, "aot_eager", dynamic, size))

@@ -28,7 +28,7 @@ from fxwrap.options import EMITTERS, Options
 from fxwrap.wrapper_ir import Program, TensorType, Value, defined
 from tests.support.capture import recording_backend
 from tests.support.golden import check_golden, sections
-from tests.support.long_form import long_only
+from tests.support.long_form import LONG, long_only, sampled
 
 GOLDENS = Path(__file__).parent / "golden"
 aten = torch.ops.aten
@@ -456,9 +456,12 @@ def _pointwise_calls(symbolic: bool) -> list[tuple[Node, dict[Node, Tensor], dic
 
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_fake_results_of_pointwise_calls(symbolic: bool) -> None:
-    """The pass knows the strides that torch computes for pointwise results, for every operator with a rule."""
+    """The pass knows the strides that torch computes for pointwise results, for every operator with a rule.
+
+    Outside the long form one half of them has symbolic sizes, the other one does not.
+    """
     known = 0
-    for node, contiguous, permuted in _pointwise_calls(symbolic):
+    for node, contiguous, permuted in sampled(_pointwise_calls(symbolic), int(symbolic), part=2):
         try:
             like, expected = run_on_fakes(node, contiguous), run_on_fakes(node, permuted)
         except (RuntimeError, TypeError, ValueError):  # other dtypes or arguments
@@ -469,7 +472,7 @@ def test_fake_results_of_pointwise_calls(symbolic: bool) -> None:
             assert type(result.stride(0)) is type(expected.stride(0)) is (torch.SymInt if symbolic else int)
             assert same_layout(result, expected), node
             assert result.dtype == expected.dtype, node
-    assert known > 65
+    assert known > (65 if LONG else 30)
 
 
 def test_fake_results_in_layouts_of_symbolic_sizes_install_no_guards() -> None:
