@@ -185,6 +185,17 @@ INLINE float exp(float x) {
   return p * power * power;
 }
 
+// The mantissa from sqrt(0.5) to sqrt(2) and the exponent of a positive number.
+struct BinaryParts {
+  double mantissa, exponent;
+  INLINE explicit BinaryParts(double value) {
+    constexpr uint64_t lowest = 0x3fe6a09e667f3bcd, bias = 0x3ff0000000000000;  // the bits of sqrt(0.5) and of 1
+    const uint64_t bits = bitcast<uint64_t>(value), scale = (bits + (bias - lowest)) >> 52;
+    mantissa = bitcast<double>(bits - (scale << 52) + bias);
+    exponent = bitcast<double>(scale | 0x4330000000000000) - (4503599627370496.0 + 1023.0);
+  }
+};
+
 #if !defined(__x86_64__) || defined(__FMA__)
 // 2^k * exp(r) with |r| <= log(2) / 2; the power of two is a product of two halves, so that results may be denormal.
 INLINE double exp(double x) {
@@ -211,19 +222,16 @@ INLINE double exp(double x) {
 // The power in double, 2^(b * log2|a|): the logarithm is a series in s = (m - 1) / (m + 1) for the mantissa m.
 INLINE float pow(float a, float b) {
   constexpr double rounding = 6755399441055744.0 + 1023.0;
-  constexpr uint64_t lowest = 0x3fe6a09e667f3bcd, bias = 0x3ff0000000000000;  // the bits of sqrt(0.5) and of 1
   const double base = __builtin_fabsf(a), exponent = b;
-  const uint64_t bits = bitcast<uint64_t>(base), scale = (bits + (bias - lowest)) >> 52;
-  const double m = bitcast<double>(bits - (scale << 52) + bias);
-  const double s = (m - 1.0) / (m + 1.0), z = s * s;
+  const BinaryParts parts(base);
+  const double s = (parts.mantissa - 1.0) / (parts.mantissa + 1.0), z = s * s;
   double p = 0.28288718263073565;
   p = __builtin_fma(p, z, 0.3199066608891474);
   p = __builtin_fma(p, z, 0.41220922733052445);
   p = __builtin_fma(p, z, 0.5770779426302618);
   p = __builtin_fma(p, z, 0.9617966941123595);
   p = __builtin_fma(p, z, 2.8853900817778504);
-  const double whole = bitcast<double>(scale | 0x4330000000000000) - (4503599627370496.0 + 1023.0);
-  const double finite = __builtin_fma(p, s, whole);
+  const double finite = __builtin_fma(p, s, parts.exponent);
   const double logarithm = base == 0 ? -infinity : base < infinity ? finite : base;
   const double product = exponent * logarithm;
   const double above = product < -200.0 ? -200.0 : product, limited = above > 200.0 ? 200.0 : above;
@@ -345,29 +353,64 @@ template <class T> INLINE T bitwise_right_shift(T a, T b) {
 
 INLINE double lgamma(double x) { return ::lgamma(x); }
 
-// Stirling's series at y >= 8 and the recurrence below, in double because the two cancel near 1 and 2; reflection of
-// negative numbers.
+// The logarithm of a number that is finite and not negative, a series in s = (m - 1) / (m + 1) for the mantissa m.
+INLINE double finite_log(double x) {
+  const BinaryParts parts(x);
+  const double s = (parts.mantissa - 1.0) / (parts.mantissa + 1.0), z = s * s;
+  double p = 0.16837659970680488;
+  p = __builtin_fma(p, z, 0.18121934431215214);
+  p = __builtin_fma(p, z, 0.22223434547517906);
+  p = __builtin_fma(p, z, 0.2857141602110767);
+  p = __builtin_fma(p, z, 0.40000000061741614);
+  p = __builtin_fma(p, z, 0.6666666666655292);
+  p = __builtin_fma(p, z, 2.0000000000000004);
+  return x == 0 ? -infinity : __builtin_fma(p, s, parts.exponent * 0.6931471805599453);
+}
+
+// In double, because terms cancel near 1 and 2. Small numbers are 2 + t and factors, for |t| <= 0.5, from where on lgamma is
+// a polynomial; that of others is Stirling's formula, and that of negative numbers its reflection.
 INLINE float lgamma(float number) {
-  const double x = number, z = x < 0 ? 1 - x : x;
-  const bool is_small = z < 8;
-  const double low = ((z * (z + 1)) * ((z + 2) * (z + 3))) * (((z + 4) * (z + 5)) * ((z + 6) * (z + 7)));
-  const double y = is_small ? z + 8 : z, shift = is_small ? low : 1.0;
-  const double inverse = 1 / y, square = inverse * inverse;
-  double series = -3617.0 / 122400;
-  series = __builtin_fma(series, square, 1.0 / 156);
-  series = __builtin_fma(series, square, -691.0 / 360360);
-  series = __builtin_fma(series, square, 1.0 / 1188);
-  series = __builtin_fma(series, square, -1.0 / 1680);
-  series = __builtin_fma(series, square, 1.0 / 1260);
-  series = __builtin_fma(series, square, -1.0 / 360);
-  series = __builtin_fma(series, square, 1.0 / 12);
-  const double large = (y - 0.5) * ::log(y) - y + 0.91893853320467274178 + series * inverse;
-  const double angle = 3.14159265358979323846 * abs(x - round(x));  // exact up to the product
-  const double reflected = 3.14159265358979323846 * shift / sin(angle);
-  const double logarithm = ::log(x < 0 ? reflected : shift);
-  const float nearest = float(x < 0 ? logarithm - large : large - logarithm);
-  const float result = (number == 1.0f) | (number == 2.0f) ? 0.0f : nearest;
-  return abs(number) < Limits<float>::highest || number != number ? result : Limits<float>::highest;
+  const double x = number, z = x < 0 ? 1 - x : x, nearest = round(z), t = z - nearest;
+  const bool is_small = z < 4;
+  const double above = nearest > 3 ? (z - 1) * (z - 2) : nearest > 2 ? z - 1 : 1.0;
+  const double factors = nearest < 1 ? z * (z + 1) : nearest < 2 ? z : above;
+  const double logarithm = finite_log(is_small ? factors : z), inverse = 1 / z, w = inverse * inverse;
+  double p = 5.3193215132047825e-06;
+  p = __builtin_fma(p, t, -1.1453943505060186e-05);
+  p = __builtin_fma(p, t, 2.0169787019584055e-05);
+  p = __builtin_fma(p, t, -4.420674109062643e-05);
+  p = __builtin_fma(p, t, 9.951609827275654e-05);
+  p = __builtin_fma(p, t, -0.00022327966351536556);
+  p = __builtin_fma(p, t, 0.000509664345964222);
+  p = __builtin_fma(p, t, -0.0011927428713188603);
+  p = __builtin_fma(p, t, 0.0028905105477798577);
+  p = __builtin_fma(p, t, -0.007385551491347285);
+  p = __builtin_fma(p, t, 0.020580808424383427);
+  p = __builtin_fma(p, t, -0.06735230104594789);
+  p = __builtin_fma(p, t, 0.3224670334241219);
+  p = __builtin_fma(p, t, 0.42278433509844865);
+  double rest = 0.0028604692159294133;
+  rest = __builtin_fma(rest, w, -0.0016725924381064833);
+  rest = __builtin_fma(rest, w, 0.0008323422465029553);
+  rest = __builtin_fma(rest, w, -0.0005950434756704944);
+  rest = __builtin_fma(rest, w, 0.0007936488286327422);
+  rest = __builtin_fma(rest, w, -0.002777777770220398);
+  rest = __builtin_fma(rest, w, 0.08333333333332853);
+  const double small = __builtin_fma(t, p, nearest < 2 ? -logarithm : logarithm);
+  const double large = __builtin_fma(z - 0.5, logarithm, __builtin_fma(rest, inverse, 0.9189385332046728 - z));
+  const double size = is_small ? small : large;
+  const double r = abs(x - round(x)), square = r * r;  // exact
+  double sine = -2.113362735205297e-05;
+  sine = __builtin_fma(sine, square, 0.0004659870158043378);
+  sine = __builtin_fma(sine, square, -0.0073703643265304155);
+  sine = __builtin_fma(sine, square, 0.08214587881631043);
+  sine = __builtin_fma(sine, square, -0.599264528825224);
+  sine = __builtin_fma(sine, square, 2.5501640398618677);
+  sine = __builtin_fma(sine, square, -5.1677127800497855);
+  sine = __builtin_fma(sine, square, 3.1415926535897927);
+  const double reflected = 1.1447298858494002 - finite_log(r * sine) - size;
+  const float result = float(x < 0 ? reflected : size);
+  return abs(number) < Limits<float>::highest ? result : number * number;
 }
 
 // The digamma function, after Cephes: reflection, recurrence up to 10, then an asymptotic series.
