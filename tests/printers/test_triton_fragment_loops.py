@@ -88,21 +88,23 @@ def test_programs_go_through_columns(
 
 
 @pytest.mark.parametrize(
-    ("rows", "groups", "size", "block", "columns", "warps", "ahead"),
+    ("rows", "groups", "size", "block", "columns", "warps", "parts", "ahead"),
     [
-        (0, 8, 32, 1, 32, 1, False),
-        (0, 48, 16, 1, 16, 2, True),
-        (0, 12, 32, 1, 32, 1, True),  # two steps of eight groups, of which the last has four
-        (1, 24, 32, 2, 16, 2, True),
-        (0, 16, 128, 4, 16, 1, False),
+        (0, 8, 32, 1, 32, 1, 1, False),
+        (0, 48, 16, 1, 16, 2, 1, True),
+        (0, 12, 32, 1, 32, 1, 1, True),  # two steps of eight groups, of which the last has four
+        (1, 24, 32, 2, 16, 2, 1, True),
+        (0, 16, 128, 4, 16, 1, 1, False),
+        (0, 32, 32, 1, 16, 2, 2, False),  # eight groups after another eight in each warp
+        (1, 19, 32, 2, 16, 2, 2, True),
     ],
 )
 def test_digits_are_multiplied_by_their_bits(
-    rows: int, groups: int, size: int, block: int, columns: int, warps: int, ahead: bool
+    rows: int, groups: int, size: int, block: int, columns: int, warps: int, parts: int, ahead: bool
 ) -> None:
     """A step loads the elements of the next one after the last use of its own."""
     kernel = int4(rows, groups, size)
-    raw = replace(fragments(kernel, block, columns, warps, 1, ahead), raw_digits=True)
+    raw = replace(fragments(kernel, block, columns, warps, parts, ahead), raw_digits=True)
     source = check(kernel, raw, tolerance=1e-3)
     assert "raw_digits(" in source and "scaled_row(" in source and "biased_bytes(" not in source
     _, loop, step = source.partition("    for st")
