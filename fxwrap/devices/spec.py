@@ -107,8 +107,7 @@ class MatmulTraits:
             less time than the launches that a grouped matmul saves; 0 never stacks them.
         sorted_expert_dtypes: dtypes in which loops over experts without grouped matmuls become matmuls of each expert
             on sorted rows, for whose numbers the host waits once.
-        prepacked_dtypes: dtypes in which a matmul with a frozen weight is faster with the weight in the library's
-            layout.
+        prepacked_dtypes: dtypes in which matmuls of frozen weights are faster with these in the library's layout.
         biased_linear_dtypes: dtypes in which a library's linear layer, which adds a bias to its accumulators, is faster
             than `aten.addmm`, which copies it into the result.
         packed_bytes: bytes of weights whose copy costs less than one more launch of a small GEMM; 0 never packs matmuls
@@ -418,6 +417,7 @@ CPU = DeviceSpec(
         generated_rows=((torch.float32, 8), (torch.bfloat16, _BFLOAT16_ROWS)),
         generated_bytes=1 << 18,
         generated_dequantised_rows=((torch.float32, 32), (torch.bfloat16, 32), (torch.float16, 32)),
+        generated_grouped_rows=((torch.bfloat16, 1),) if multiplies_bfloat16_pairs() else (),
         grouped_dtypes=frozenset({torch.bfloat16}),
         prepacked_dtypes=frozenset(
             {torch.float32, torch.bfloat16, *([torch.int8] if multiplies_bytes_exactly() else [])}

@@ -18,7 +18,7 @@ from fxwrap import Options
 from fxwrap.devices import CPU
 from fxwrap.lines import ExternCall, Launch
 from fxwrap.testing import assert_emitters_agree
-from fxwrap.torch_compat import FakeTensorMode
+from fxwrap.torch_compat import FakeTensorMode, multiplies_bfloat16_pairs
 from tests.support.long_form import long_only
 from tests.support.versions import fails_before, is_before
 
@@ -237,6 +237,19 @@ def test_few_rows_of_a_group_multiply_matrices_whose_columns_are_not_contiguous(
         return functional.silu(torch._grouped_mm(x[tokens], matrices, offsets))
 
     assert called(compiled(gated, inputs, matmul_kernels="auto", devices=[device])) == calls
+
+
+@pytest.mark.parametrize("rows", [EXPERTS, 2 * EXPERTS])
+def test_a_row_of_each_group_is_a_kernel_on_cpus_that_multiply_pairs(rows: int) -> None:
+    x, tokens, offsets, _, into, _ = expert_inputs(BF16)
+    inputs = [x, tokens[:rows], offsets * rows // ROWS, into]
+    is_kernel = rows == EXPERTS and multiplies_bfloat16_pairs()
+    program = compiled(gated_experts, inputs, matmul_kernels="auto")
+    assert called(program) == ({} if is_kernel else {"_grouped_mm": 1})
+    groups = torch.searchsorted(inputs[2].long(), torch.arange(rows), right=True)
+    gate, up = torch.einsum("mk,mnk->mn", x[tokens[:rows]].double(), into[groups].double()).chunk(2, -1)
+    want = functional.silu(gate) * up
+    assert (program(*inputs)[0].double() - want).norm() < 0.02 * want.norm()
 
 
 def test_every_emitter_agrees_on_experts() -> None:
