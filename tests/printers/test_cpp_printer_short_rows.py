@@ -45,10 +45,27 @@ def scans_of(kind: str, length: int, dtype: torch.dtype) -> Kernel:
     return body.finish([row], [column], [Buffer("x", dtype, number * length)], outputs)
 
 
+def uneven_rows(length: int, dtype: torch.dtype, in_place: bool) -> Kernel:
+    """Rows with elements between them times those of one row, written in place or elsewhere."""
+    body, row, column = KernelBuilder(), Axis("i", 9), Axis("j", length)
+    at = as_index(row) * (length + GAP) + column
+    result = "x" if in_place else "out"
+    value, weight = body.load("x", at, dtype), body.load("w", as_index(column), dtype)
+    is_half = dtype in (BF16, torch.float16)
+    product = (value.to(F32) * weight.to(F32)).to(dtype) if is_half else value * weight
+    body.store(result, at, product)
+    count = 9 * (length + GAP) - GAP
+    inputs = [*([] if in_place else [Buffer("x", dtype, count)]), Buffer("w", dtype, length)]
+    return body.finish([row, column], [], inputs, [Buffer(result, dtype, count)])
+
+
 ROW_CASES = list(product((2, 3, 4, 5, 7, 8, 11, 15, 16, 21), DTYPES, (0, GAP)))
 SCAN_CASES = list(product(("cumsum", "cumprod", "cummax", "logcumsumexp"), (3, 7, 20), (F32, BF16, torch.int64)))
 SCAN_CASES = [case for case in SCAN_CASES if case[0] != "logcumsumexp" or case[2] is not torch.int64]
 
+UNEVEN_CASES = list(product((5, 7, 15, 16, 31, 37, 63, 65), DTYPES, (False, True)))
+
+compiled_uneven_rows = compiled_together(uneven_rows)
 compiled_rows = compiled_together(rows_of)
 compiled_scans = compiled_together(lambda kind, length, dtype, rows: scans_of(kind, length, dtype))
 
@@ -70,3 +87,16 @@ def test_scans_of_short_rows(kind: str, length: int, dtype: torch.dtype, rows: i
     source = check(scans_of(kind, length, dtype), {"s0": rows})
     assert f"load_columns<{length}>(x + " in source and "_running" in source
     assert ("IndexedLanes<" in source) == (kind == "cummax"), "elements and positions are in arrays of their own"
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.usefixtures("compiled_uneven_rows")
+@pytest.mark.parametrize(("length", "dtype", "in_place"), UNEVEN_CASES, ids=str)
+def test_rows_of_uneven_length_end_with_a_block_that_overlaps(length: int, dtype: torch.dtype, in_place: bool) -> None:
+    source = check(uneven_rows(length, dtype, in_place))
+    is_short_half = dtype in (BF16, torch.float16) and length < 16
+    overlaps = not in_place and length not in (16, 65) and not is_short_half
+    if dtype is torch.float16 and length >= 16:
+        assert "widen(" in source, "blocks are converted instead"
+    else:
+        assert ("const int64_t start = fxwrap::min<int64_t>(" in source) == overlaps

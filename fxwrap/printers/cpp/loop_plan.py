@@ -73,6 +73,9 @@ COLUMN_BLOCK = 128
 VECTOR_LANES = 16
 """Elements of the longest vectors, of float32."""
 
+MIN_OVERLAPPING, MAX_OVERLAPPING = 5, 64
+"""Lengths of rows that are computed in blocks that overlap: in longer ones, whole vectors are most of the work."""
+
 ROW_BUFFER_MIN_COST = 3
 """Smallest cost in instructions of a value that is stored in a row buffer instead of being recomputed."""
 
@@ -159,6 +162,26 @@ class LoopPlan:
         loads = [self.kernel.operations[position] for position in self.transposed_loads[1]]
         width = sum(load.dtype.itemsize for load in loads if isinstance(load, Load))
         return next((size for size in (64, 32) if size * size * width <= TILE_CACHE_BYTES), 16)
+
+    @cached_property
+    def overlapping_width(self) -> int:
+        """The width of blocks of a short row of uneven length, of which the last one overlaps the one before it; or 0.
+
+        Elements beyond whole vectors would be computed one by one. Those that the kernel overwrites are computed once.
+        """
+        size = None if self.vector_axis is None else self.vector_axis.size
+        if not isinstance(size, int) or not MIN_OVERLAPPING <= size < MAX_OVERLAPPING or self.serial:
+            return 0
+        read = {item.buffer for item in self.kernel.operations if isinstance(item, Load)}
+        if any(store.buffer in read for store in self.kernel.stores):
+            return 0
+        dtypes = {buffer.dtype for buffer in (*self.kernel.inputs, *self.kernel.outputs)}
+        if dtypes & HALF_PRECISION and size < VECTOR_LANES:  # compilers unroll such blocks, and convert each element
+            return 0
+        narrowest = min([dtype.itemsize for dtype in dtypes])
+        widths = [width for width in (32, 16, 8, 4) if width <= size and width * narrowest <= 4 * VECTOR_LANES]
+        width = min(widths, key=lambda item: -(-size // item) * max(item, VECTOR_LANES))
+        return width if size % width else 0
 
     @cached_property
     def gather_loads(self) -> frozenset[int]:

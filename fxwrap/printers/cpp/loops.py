@@ -169,6 +169,9 @@ class LoopPrinter(ABC):
         if not self.in_order:
             targets = [item for store in stores for item in operands(store)]
             blocks = find_half_blocks(kernel, lane, targets, stores, known)
+        if not blocks and start == "0" and not end and not pragma and self.plan.overlapping_width:
+            self.write_overlapping_loop(stores, known)
+            return
         if not blocks:
             with self.writer.nest([loop_head(lane, start, end)], pragma or self.simd(with_asserts=False)):
                 self.write_stores(stores, known)
@@ -185,6 +188,17 @@ class LoopPrinter(ABC):
                 self.writer.line(f"const int64_t {lane.name} = {first} + lane;")
                 self.write_stores(stores, dict(known), halves)
             halves.narrow(known)
+
+    def write_overlapping_loop(self, stores: Sequence[Store], known: EmittedValues) -> None:
+        """Writes loops over whole vectors of a short row, of which the last one overlaps the one before it."""
+        lane, first, width = self.vector_axis, f"{self.vector_axis.name}_0", self.plan.overlapping_width
+        head = f"for (int64_t {first} = 0; {first} < {print_size(lane.size)}; {first} += {width})"
+        with self.writer.nest([head]):
+            last = f"{print_size(lane.size)} - {width}"
+            self.writer.line(f"const int64_t start = fxwrap::min<int64_t>({first}, {last});")
+            with self.writer.nest([f"for (int lane = 0; lane < {width}; ++lane)"], self.simd(with_asserts=False)):
+                self.writer.line(f"const int64_t {lane.name} = start + lane;")
+                self.write_stores(stores, known)
 
     def identity_element(self, operation: Reduce | Scan) -> str:
         """Returns the initial value of a reduction."""
