@@ -165,6 +165,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "scattered_input": (_scattered, (torch.zeros(4, 3), torch.tensor([0, 2]))),
     "zero_size": (lambda x: (x + 1, x.sum(0), torch.cat([x, x]), x @ x.t()), (torch.randn(0, 4),)),
     "scalar_tensors": (lambda x: (x.sum(), x.sum() * 2, x.max(0)), (torch.randn(3),)),
+    "transposed_scalar": (lambda x: (x.sum().transpose(0, -1), x.sum().t() + 1), (torch.randn(3),)),
     "factories": (lambda x: (torch.arange(5), torch.full((2,), 7), torch.ones(2, 3) * x), (torch.randn(3),)),
     "channels_last": (lambda x: nn.functional.relu(x) + 1, (torch.randn(2, 4, 4, 3).permute(0, 3, 1, 2),)),
     "expanded_input": (lambda x: (x + 1, x.contiguous(), x.reshape(-1)), (torch.randn(3, 1).expand(3, 4),)),

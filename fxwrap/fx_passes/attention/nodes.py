@@ -62,6 +62,8 @@ def permutation(node: Node, fakes: NodeValues) -> list[int] | None:
         case "permute":
             return [dim % rank for dim in arguments[1]]
         case "transpose" | "t":
+            if rank == 0:
+                return order
             one, other = [dim % rank for dim in arguments[1:3] or (0, rank - 1)]
             order[one], order[other] = order[other], order[one]
             return order
