@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -133,18 +134,23 @@ class _FlexAttention(torch.nn.Module):
         return flex_attention(query, key, value, score)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("emitter", ["interpreter", "python", "cpp", "fx"])
-def test_flex_attention_of_one_row(emitter: str) -> None:
-    def inputs(batch: int, queries: int, keys: int) -> tuple[Tensor, ...]:
-        pairs = torch.randn(2, batch, 3, keys, 8)
-        return torch.randn(batch, 3, queries, 8), *pairs, torch.randn(3, queries)
+def _attention_inputs(batch: int, queries: int, keys: int) -> tuple[Tensor, ...]:
+    pairs = torch.randn(2, batch, 3, keys, 8)
+    return torch.randn(batch, 3, queries, 8), *pairs, torch.randn(3, queries)
 
+
+@cache
+def _exported_attention() -> ExportedProgram:
     batch, queries, keys = Dim("batch", max=64), Dim("queries", max=256), Dim("keys", max=256)
     shapes = ({0: batch, 2: queries}, {0: batch, 2: keys}, {0: batch, 2: keys}, {1: queries})
-    exported = torch.export.export(_FlexAttention(), inputs(2, 5, 7), dynamic_shapes=shapes)
-    compiled = _compiled(exported, emitter)
+    return torch.export.export(_FlexAttention(), _attention_inputs(2, 5, 7), dynamic_shapes=shapes)
+
+
+@pytest.mark.parametrize("emitter", ["interpreter", "python", "cpp", "fx"])
+def test_flex_attention_of_one_row(emitter: str) -> None:
+    compiled = _compiled(_exported_attention(), emitter)
     for sizes in ((1, 1, 1), (1, 1, 9), (1, 5, 1), (3, 1, 130), (2, 129, 1), (0, 3, 3)):
-        operands = inputs(*sizes)
+        operands = _attention_inputs(*sizes)
         torch.testing.assert_close(compiled(*operands), _FlexAttention()(*operands), rtol=1e-5, atol=1e-5)
 
 

@@ -96,7 +96,7 @@ def defects(case: Case) -> Iterator[str]:
                 yield f"{case.name} {call}: {remaining} stay calls"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_composites_of_the_database_match_eager_and_are_decomposed(group: int) -> None:
     with warnings.catch_warnings():
