@@ -173,7 +173,7 @@ class LoopPlan:
         if not isinstance(size, int) or not MIN_OVERLAPPING <= size < MAX_OVERLAPPING or self.serial:
             return 0
         read = {item.buffer for item in self.kernel.operations if isinstance(item, Load)}
-        if any(store.buffer in read for store in self.kernel.stores):
+        if any(store.buffer in read for store in self.kernel.stores) or interleaved_accesses(self.kernel):
             return 0
         dtypes = {buffer.dtype for buffer in (*self.kernel.inputs, *self.kernel.outputs)}
         if dtypes & HALF_PRECISION and size < VECTOR_LANES:  # compilers unroll such blocks, and convert each element
