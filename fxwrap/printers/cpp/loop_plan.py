@@ -185,17 +185,19 @@ class LoopPlan:
 
     @cached_property
     def gather_loads(self) -> frozenset[int]:
-        """The loads of elements of one or two bytes at indirect indices that differ between lanes.
+        """The loads of elements of one or two bytes at indirect indices that differ between lanes."""
+        return frozenset([at for at, item in self._short_loads() if self._is_gather(item.index)])
 
-        Those of half precision, which vectors convert, may also be far from each other.
-        """
-        loads = enumerate(self.kernel.operations)
-        short = {at: item for at, item in loads if isinstance(item, Load) and item.dtype.itemsize <= 2}
+    @cached_property
+    def far_loads(self) -> frozenset[int]:
+        """The loads of half-precision elements, which vectors convert, that are far from each other in memory."""
         return frozenset([
-            at
-            for at, item in short.items()
-            if self._is_gather(item.index) or (item.dtype in HALF_PRECISION and self._is_far(item.index))
+            at for at, item in self._short_loads() if item.dtype in HALF_PRECISION and self._is_far(item.index)
         ])  # fmt: skip
+
+    def _short_loads(self) -> list[tuple[int, Load]]:
+        loads = enumerate(self.kernel.operations)
+        return [(at, item) for at, item in loads if isinstance(item, Load) and item.dtype.itemsize <= 2]
 
     def _is_far(self, index: Index) -> bool:
         stride = None if self.vector_axis is None else index.stride(self.vector_axis)

@@ -48,7 +48,8 @@ class LoopPrinter(ABC):
         self.plan = plan
         self.kernel: Kernel = plan.kernel
         self.writer = writer
-        self.statements = StatementPrinter(self.kernel, writer, origin_comments, gather_loads=plan.gather_loads)
+        gathers = plan.gather_loads | plan.far_loads
+        self.statements = StatementPrinter(self.kernel, writer, origin_comments, gather_loads=gathers)
         operations = enumerate(self.kernel.operations)
         self.device_asserts = {position: item for position, item in operations if isinstance(item, DeviceAssert)}
         self.clause = " reduction(|:failed)" if self.device_asserts else ""

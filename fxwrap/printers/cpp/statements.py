@@ -100,7 +100,7 @@ class StatementPrinter:
     scan: Callable[[int, EmittedValues], str] | None = None
     """Writes a scan's step and returns the text of its result, in a loop along the scanned axis."""
     gather_loads: frozenset[int] = frozenset()
-    """Loads of elements of one or two bytes at indices that differ between lanes."""
+    """Loads of elements of one or two bytes that lanes have in different places."""
     lane: Axis | None = None
     """The axis of the vectorised loop, where rows along it may be masked."""
 
