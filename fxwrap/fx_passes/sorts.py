@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -111,7 +111,7 @@ class _SortForm:
 
     def with_range(self, holds: bool) -> _SortForm:
         """Returns the form for keys whose known range `holds`, or does not because the graph writes them."""
-        return self if holds else _SortForm(self.dtype, self.dtype, self.is_counted, self.descending)
+        return self if holds else replace(self, key=self.dtype)
 
 
 class _SortRewrite:

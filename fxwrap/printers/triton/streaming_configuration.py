@@ -67,12 +67,8 @@ def streaming_configurations(
         )
         for r, k, warps, stages, registers in table[min(max(width, 64), max(table))]
     ]
-    if (
-        is_half
-        and matrices == 2
-        and width > 128
-        and _programs(kernel, parts, candidates[0], hint) < spec.multiprocessors
-    ):
+    is_wide = is_half and matrices == 2 and width > 128
+    if is_wide and _programs(kernel, parts, candidates[0], hint) < spec.multiprocessors:
         candidates.sort(key=lambda item: item.row_block)
     if is_uneven:
         candidates = [replace(item, band=_band(kernel, parts, item, hint, spec)) for item in candidates]
@@ -93,9 +89,7 @@ def _has_one_loop(matrices: int, width: int, has_bias: bool, parts: StreamingRed
     return not has_bias or (parts.visit_bound is not None and (width <= 64 or width == 256))
 
 
-def _programs(
-    kernel: Kernel, parts: StreamingReduction, configuration: StreamingConfiguration, hint: Hint
-) -> int:  # fmt: skip
+def _programs(kernel: Kernel, parts: StreamingReduction, configuration: StreamingConfiguration, hint: Hint) -> int:
     """Returns the number of programs of a configuration."""
     others = [axis.size for axis in kernel.axes if axis not in (parts.row, *parts.columns)]
     return -(-hint(parts.row.size) // configuration.row_block) * hint(product(others))
