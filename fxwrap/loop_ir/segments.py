@@ -6,7 +6,7 @@ A segment of cat or pad is a plain copy from one tensor.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,13 +21,17 @@ from fxwrap.loop_ir.body_operations import (
     Load,
     Operation,
     Store,
+    indices,
     map_operation,
 )
-from fxwrap.loop_ir.index import Index, as_index
+from fxwrap.loop_ir.index import Atom, FloorDivide, Index, IndexLike, Modulo, as_index
 from fxwrap.loop_ir.kernel import Kernel
 from fxwrap.loop_ir.operations import COMPARISONS, EXACT_NUMBERS, OPPOSITES, STORAGE_ONLY, WITH_INFINITIES
 
 MAX_SEGMENTS = 8
+
+MAX_WRAPS = 2
+"""The most places of an axis at which an index begins anew and loops are split."""
 
 _ABSORBING_VALUES = {"logical_and": False, "bitwise_and": False, "logical_or": True, "bitwise_or": True}
 
@@ -40,31 +44,83 @@ class Segment:
     end: int
 
 
-def split_loop(kernel: Kernel, axis: Axis) -> list[Segment]:
-    """Returns the segments of an axis between changes of conditions; none if there are no changes or too many."""
+def split_loop(kernel: Kernel, axis: Axis, wraps: bool = False) -> list[Segment]:
+    """Returns the segments of an axis between changes of conditions; none if there are no changes or too many.
+
+    With `wraps`, segments also end where an index begins anew, as that of a roll.
+    """
     if not isinstance(axis.size, int):
         return []
     points = {point.constant for item in axis_comparisons(kernel, axis).values() for point in item.points}
-    split_points = sorted([point for point in points if point is not None and 0 < point < axis.size])
-    if not split_points or len(split_points) >= MAX_SEGMENTS:
+    changes = {point for point in points if point is not None and 0 < point < axis.size}
+    if wraps:
+        wrapped = changes.union(*_quotient_changes(kernel, axis).values())
+        changes = wrapped if len(wrapped) < MAX_SEGMENTS else changes
+    if not changes or len(changes) >= MAX_SEGMENTS:
         return []
-    bounds = [0, *split_points, axis.size]
+    bounds = [0, *sorted(changes), axis.size]
     return [Segment(start, end) for start, end in itertools.pairwise(bounds)]
 
 
-def specialise(kernel: Kernel, axis: Axis, start: int) -> Kernel:
-    """Returns the kernel specialised to the segment of an axis that begins at `start`; operations keep positions."""
+def specialise(kernel: Kernel, axis: Axis, segment: Segment) -> Kernel:
+    """Returns the kernel specialised to a segment of an axis; operations keep positions."""
+    start = segment.start
     comparisons = {
         position: item
         for position, item in axis_comparisons(kernel, axis).items()
         if all(point.constant is not None for point in item.points)
     }
     is_before = partial(_precedes, start)
-    return decide_comparisons(kernel, {at: item.holds(is_before) for at, item in comparisons.items()})
+    kernel = decide_comparisons(kernel, {at: item.holds(is_before) for at, item in comparisons.items()})
+    quotients: dict[Atom, IndexLike] = {}
+    for atom, changes in _quotient_changes(kernel, axis).items():
+        if not any(start < point < segment.end for point in changes):
+            quotient = atom.base.substitute({axis: start}) // atom.divisor
+            quotients[atom] = quotient if isinstance(atom, FloorDivide) else atom.base - quotient * atom.divisor
+    if not quotients:
+        return kernel
+    operations = [
+        map_operation(item, lambda position: position, lambda index: index.substitute(quotients))
+        for item in kernel.operations
+    ]
+    return replace(kernel, operations=tuple(operations))
 
 
 def _precedes(start: int, point: Index) -> bool:
     return point.constant is not None and start < point.constant
+
+
+# --- divisions of an axis --------------------------------------------------------------------------------------------
+
+
+def unwrapped(index: Index, axis: Axis) -> Index:
+    """Returns an index that goes on along an axis where it would begin anew, if that is in at most two places."""
+    remainders: dict[Atom, IndexLike] = {
+        atom: atom.base for atom in _quotient_changes_of([index], axis) if isinstance(atom, Modulo)
+    }
+    return index.substitute(remainders)
+
+
+def _quotient_changes(kernel: Kernel, axis: Axis) -> dict[FloorDivide | Modulo, list[int]]:
+    return _quotient_changes_of([index for item in kernel.operations for index in indices(item)], axis)
+
+
+def _quotient_changes_of(expressions: Sequence[Index], axis: Axis) -> dict[FloorDivide | Modulo, list[int]]:
+    """Returns the divisions of the axis plus a number by a number with the positions at which the quotient changes.
+
+    Those with more than two such positions are left out.
+    """
+    changes_of: dict[FloorDivide | Modulo, list[int]] = {}
+    for atom in dict.fromkeys([atom for index in expressions for atom in index.atoms()]):
+        if not isinstance(atom, FloorDivide | Modulo) or not isinstance(axis.size, int):
+            continue
+        shift, divisor = (atom.base - axis).constant, atom.divisor.constant
+        if shift is not None and divisor is not None and axis.size <= MAX_WRAPS * divisor:
+            first = divisor - shift % divisor
+            changes = [point for point in range(first, axis.size, divisor) if point > 0]
+            if changes and len(changes) <= MAX_WRAPS:
+                changes_of[atom] = changes
+    return changes_of
 
 
 # --- conditions on an axis -------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ from fxwrap.loop_ir import (
     eliminate_dead_operations,
     interleaved_accesses,
     operands,
+    operation_dtype,
+    unwrapped,
 )
 from fxwrap.symbolic import Size, product
 
@@ -238,9 +240,11 @@ def make_loop_plan(kernel: Kernel) -> LoopPlan:
         if isinstance(item, Load | Store)
     ]
     is_cheap = all(OPERATIONS[item.name].cost < _VECTOR_COST for item in kernel.operations if isinstance(item, Compute))
-    has_half = any(item.dtype in HALF_PRECISION for item in (*kernel.inputs, *kernel.outputs))  # which vectors convert
-    is_short_allowed = is_cheap and not has_half and not kernel.reduced
-    scores = [(_score(axis, accesses, is_short_allowed), position) for position, axis in enumerate(candidates)]
+    is_short_allowed = is_cheap and not kernel.reduced and not _converts_half_precision(kernel)
+    is_pointwise = not kernel.reduced
+    scores = [
+        (_score(axis, accesses, is_short_allowed, is_pointwise), position) for position, axis in enumerate(candidates)
+    ]
     return LoopPlan(kernel, candidates[max(scores)[1]])
 
 
@@ -265,13 +269,22 @@ class _Access:
     interleaved: Axis | None
 
 
-def _score(axis: Axis, accesses: Sequence[_Access], is_short_allowed: bool) -> int:
+def _converts_half_precision(kernel: Kernel) -> bool:
+    """Whether elements are converted from or to half precision, which vectors do."""
+    casts = [item for item in kernel.operations if isinstance(item, Compute) and item.name == "cast"]
+    dtypes = {dtype for item in casts for dtype in (item.dtype, operation_dtype(kernel.operations[item.operands[0]]))}
+    return bool(dtypes & HALF_PRECISION)
+
+
+def _score(axis: Axis, accesses: Sequence[_Access], is_short_allowed: bool, splits_wraps: bool) -> int:
     """Returns the larger number for the better vectorised axis.
 
     A short axis fills no vector, but if all accesses are contiguous along it, any other one passes over memory again
-    for each of its elements. It is worth that only where vectors compute costly operations.
+    for each of its elements. It is worth that only where vectors compute costly operations. Loops that are split where
+    an index begins anew (`splits_wraps`) are contiguous along it.
     """
-    strides = [item.index.stride(axis) for item in accesses]
+    indices = [unwrapped(item.index, axis) if splits_wraps else item.index for item in accesses]
+    strides = [index.stride(axis) for index in indices]
     is_contiguous = [
         axis == item.interleaved or (stride is not None and stride.constant in (0, 1))
         for item, stride in zip(accesses, strides, strict=True)

@@ -252,11 +252,11 @@ class PointwisePrinter(LoopPrinter):
                 self.write_device_asserts(self.device_asserts, known)
                 self.write_stores(kernel.stores, known)
             return
-        segments = split_loop(kernel, lane)
+        segments = split_loop(kernel, lane, wraps=True)
         if not segments:
             self.write_store_loop(kernel.stores, known, "0", "", self.parallel(" simd"))
         for segment in segments:
-            self.statements.kernel = specialise(kernel, lane, segment.start)
+            self.statements.kernel = specialise(kernel, lane, segment)
             pragma = self.parallel(" simd") if segment.end - segment.start >= MIN_PARALLEL_SEGMENT else ""
             if stores := self.statements.kernel.stores:
                 self.write_store_loop(stores, known, str(segment.start), str(segment.end), pragma)
@@ -314,7 +314,7 @@ class PointwisePrinter(LoopPrinter):
             lower = f"{segment.start} <= {axis.name} && " if len(segments) == 1 and segment.start else ""
             head = "else" if is_last and segment is not segments[0] else f"if ({lower}{axis.name} < {segment.end})"
             with self.writer.block(head if segment is segments[0] or is_last else f"else {head}"):
-                self.statements.kernel = specialise(kernel, axis, segment.start)
+                self.statements.kernel = specialise(kernel, axis, segment)
                 self.print_cases(dict(rest), known)
         self.statements.kernel = kernel
         if len(segments) == 1:
@@ -324,11 +324,11 @@ class PointwisePrinter(LoopPrinter):
     def print_segments(self, known: EmittedValues) -> None:
         """Writes the vectorised loop, in segments where conditions on its axis change."""
         kernel, lane = self.statements.kernel, self.vector_axis
-        segments = split_loop(kernel, lane)
+        segments = split_loop(kernel, lane, wraps=True)
         if not segments:
             self.write_store_loop(kernel.stores, known, "0", "")
         for segment in segments:
-            self.statements.kernel = specialise(kernel, lane, segment.start)
+            self.statements.kernel = specialise(kernel, lane, segment)
             if stores := self.statements.kernel.stores:
                 self.write_store_loop(stores, known, str(segment.start), str(segment.end))
         self.statements.kernel = kernel

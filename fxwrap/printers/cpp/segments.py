@@ -19,7 +19,7 @@ def find_cases(kernel: Kernel, axes: Sequence[Axis], lane: Axis) -> dict[Axis, l
     loads = [item for item in kernel.operations if isinstance(item, Load) and item.mask is not None]
     if len(loads) <= 2 and not any(_strided(load, lane) for load in loads):
         return {}
-    loops = max(1, len(split_loop(kernel, lane)))
+    loops = max(1, len(split_loop(kernel, lane, wraps=True)))
     cases: dict[Axis, list[Segment]] = {}
     for axis in reversed(axes):
         segments = split_loop(kernel, axis)
