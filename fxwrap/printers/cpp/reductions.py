@@ -6,7 +6,9 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from fxwrap.loop_ir import Axis, Compute, Load, Reduce, Store
+import torch
+
+from fxwrap.loop_ir import Axis, Compute, Kernel, Load, Reduce, Store, operation_dtype
 from fxwrap.printers.cpp.half_blocks import MIN_HALF_LANES, HalfBlocks, HalfBlockWriter, find_half_blocks
 from fxwrap.printers.cpp.loop_plan import (
     LANES,
@@ -22,6 +24,17 @@ from fxwrap.printers.cpp.loops import LoopPrinter, loop_head
 from fxwrap.printers.cpp.operations import CPP_TYPES, parenthesize, print_size
 from fxwrap.printers.cpp.statements import EmittedValues
 from fxwrap.symbolic import Size, product
+
+
+def compared_width(kernel: Kernel, position: int) -> int:
+    """Returns the width in bytes of the widest numbers that a truth value compares, 1 for one that is loaded."""
+    item, width = kernel.operations[position], 1
+    if isinstance(item, Compute):
+        for operand in item.operands:
+            dtype = operation_dtype(kernel.operations[operand])
+            is_truth = dtype is torch.bool
+            width = max(width, compared_width(kernel, operand) if is_truth else dtype.itemsize)
+    return width
 
 
 class ReductionPrinter(LoopPrinter):
@@ -121,6 +134,8 @@ class ReductionPrinter(LoopPrinter):
     def lanes_type(self, position: int, lanes: int) -> str:
         """Returns the C++ type of a reduction's accumulators, one a lane."""
         value = self.value_type(position)
+        if self.reduction(position).kind in ("any", "all"):
+            value = f"uint{8 * compared_width(self.kernel, self.reduction(position).operands[0])}_t"
         if not self.is_arg_reduction(position):
             return f"Lanes<{value}, {lanes}>"
         count = self.kernel.reduced_count
@@ -162,10 +177,15 @@ class ReductionPrinter(LoopPrinter):
             kind, name = self.lanes_type(position, lanes), self.statements.name(position)
             self.writer.line(f"{kind} {name}_lanes({self.identity_element(self.reduction(position))});")
 
-    def is_long(self, lanes: int) -> bool:
-        """Whether a reduction into so many accumulators is split: for its accuracy, or to run in parallel."""
+    def is_long(self, reductions: Sequence[int], lanes: int) -> bool:
+        """Whether reductions into so many accumulators are split: for the accuracy of sums, or to run in parallel."""
         count = self.kernel.reduced_count
-        return self.plan.splits_reduction or not isinstance(count, int) or count > 2 * MAX_LANE_ELEMENTS * lanes
+        is_rounded = any(
+            self.reduction(item).kind == "sum" and self.reduction(item).dtype.is_floating_point
+            for item in reductions
+        )
+        is_long = not isinstance(count, int) or count > 2 * MAX_LANE_ELEMENTS * lanes
+        return self.plan.splits_reduction or (is_rounded and is_long)
 
     @contextmanager
     def parts(self, reductions: Sequence[int], lanes: int, split: ReductionParts, pragma: str) -> Iterator[None]:
@@ -240,7 +260,7 @@ class RowPrinter(ReductionPrinter):
         size, width = self.vector_axis.size, self.block_width()
         if not isinstance(size, int) or size < width or size % width == 0 or self.kernel.scans:
             return False
-        return not self.in_order and not self.plan.splits_reduction and not self.is_long(self.lanes())
+        return not self.in_order and not self.plan.splits_reduction and not self.is_long(self.kernel.reductions, self.lanes())
 
     def block_width(self) -> int:
         """Returns the number of lanes that fill a vector of the narrowest elements: loops have vectors of these."""
@@ -306,7 +326,7 @@ class RowPrinter(ReductionPrinter):
         if not targets:
             return
         self.hoist_invariants(targets, known)
-        if self.plan.splits_reduction or (reductions and self.is_long(self.lanes())):
+        if self.plan.splits_reduction or self.is_long(reductions, self.lanes()):
             self.print_parts(reductions, stores, known)
         else:
             self.declare_lanes(reductions, self.lanes())

@@ -29,7 +29,7 @@ from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues
 from fxwrap.symbolic import Size
 
 ELEMENTS_TOGETHER = 4
-"""Elements of a column that are summed before they are added to its accumulator."""
+"""Elements of a column that are combined before its accumulator is."""
 
 MAX_TOGETHER_COST = 128
 """The most instructions for these elements together: their code is repeated."""
@@ -268,7 +268,7 @@ class ColumnPrinter(ScanPrinterBase):
         self.hoist_column_invariants(targets, known)
         scans = self.initialize_scans(targets, known)
         is_parallel = self.plan.splits_reduction and not scans
-        if is_parallel or (reductions and self.is_long(1)):
+        if is_parallel or self.is_long(reductions, 1):
             self.print_parts(reductions, stores, known, self.parallel() if is_parallel else "")
         else:
             self.declare_lanes(reductions, self.block)
@@ -311,7 +311,8 @@ class ColumnPrinter(ScanPrinterBase):
 
     def result(self, position: int) -> str:
         """Returns the text of a column's complete result."""
-        return f"{self.statements.name(position)}_lanes[lane]"
+        text = f"{self.statements.name(position)}_lanes[lane]"
+        return f"{text} != 0" if self.statements.dtype(position) is torch.bool else text
 
     def reduce_columns(
         self, reductions: Sequence[int], stores: Sequence[Store], known: EmittedValues, ranges: Sequence[LoopRange]
@@ -339,18 +340,13 @@ class ColumnPrinter(ScanPrinterBase):
     def elements_together(
         self, reductions: Sequence[int], stores: Sequence[Store], known: EmittedValues, size: Size
     ) -> int:
-        """Returns the number of elements of a column whose sum is added to an accumulator at once, 1 for no sums.
+        """Returns the number of elements of a column that are combined before an accumulator is.
 
         An accumulator then combines a fourth of the terms, which makes its sum more exact, and is loaded and stored a
         fourth as often.
         """
         targets = self.targets(reductions, stores)
-        is_sum = [
-            self.reduction(item).kind == "sum"
-            and self.statements.dtype(self.reduction(item).operands[0]).is_floating_point
-            for item in reductions
-        ]
-        if stores or self.plan.serial or not any(is_sum) or any(self.is_arg_reduction(item) for item in reductions):
+        if stores or self.plan.serial or any(self.is_arg_reduction(item) for item in reductions):
             return 1
         if self.needed_scans(targets, known) or self.work(targets, known) * ELEMENTS_TOGETHER > MAX_TOGETHER_COST:
             return 1

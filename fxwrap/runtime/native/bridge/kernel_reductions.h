@@ -9,8 +9,15 @@ struct Sum { template <class T> INLINE T operator()(T a, T b) const { return T(a
 struct Prod { template <class T> INLINE T operator()(T a, T b) const { return T(a * b); } };
 struct Max { template <class T> INLINE T operator()(T a, T b) const { return op::maximum(a, b); } };
 struct Min { template <class T> INLINE T operator()(T a, T b) const { return op::minimum(a, b); } };
-struct Any { INLINE bool operator()(bool a, bool b) const { return a | b; } };
-struct All { INLINE bool operator()(bool a, bool b) const { return a & b; } };
+// Accumulators of truth values are integers as wide as what is compared, so that vectors of both have as many lanes.
+struct Any {
+  template <class T> INLINE T operator()(T a, T b) const { return T(a | b); }
+  template <class T> INLINE T operator()(T a, bool b) const requires(!__is_same(T, bool)) { return b ? T(1) : a; }
+};
+struct All {
+  template <class T> INLINE T operator()(T a, T b) const { return T(a & b); }
+  template <class T> INLINE T operator()(T a, bool b) const requires(!__is_same(T, bool)) { return b ? a : T(0); }
+};
 struct LogAddExp { template <class T> INLINE T operator()(T a, T b) const { return op::logaddexp(a, b); } };
 constexpr Sum sum;
 constexpr Prod prod;
