@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -64,6 +64,27 @@ class ReductionPrinter(LoopPrinter):
     def final_stores(self) -> list[Store]:
         """Returns the stores of results that do not vary."""
         return [store for item, store in self.positions_of_stores().items() if not self.kernel.varying[item]]
+
+    def values_of_several_stages(self, is_buffered: Callable[[int, set[int]], bool]) -> set[int]:
+        """Returns the varying values that one stage computes for later ones, too, and that are worth a buffer.
+
+        `is_buffered` returns whether a value is, beside those that are chosen already.
+        """
+        chosen: set[int] = set()
+        computed: set[int] = set()
+        for reductions, stores in self.stage_sinks():
+            stack, seen = self.targets(reductions, stores), set(chosen)
+            while stack:
+                position = stack.pop()
+                if position in seen or not self.kernel.varying[position]:
+                    continue
+                seen.add(position)
+                if position in computed and is_buffered(position, chosen):
+                    chosen.add(position)
+                    continue
+                stack.extend(self.operands_of(position))
+            computed |= seen
+        return chosen
 
     def targets(self, reductions: Sequence[int], stores: Sequence[Store]) -> list[int]:
         """Returns the positions whose values a stage needs."""
@@ -303,22 +324,12 @@ class RowPrinter(ReductionPrinter):
         count = self.kernel.reduced_count
         if not isinstance(count, int) or count > ROW_BUFFER_MAX_ELEMENTS or self.plan.splits_reduction:
             return set()
-        chosen: set[int] = set()
-        computed: set[int] = set()
-        for reductions, stores in self.stage_sinks():
-            stack, seen = self.targets(reductions, stores), set(chosen)
-            while stack:
-                position = stack.pop()
-                if position in seen or not self.kernel.varying[position]:
-                    continue
-                seen.add(position)
-                is_costly = self.plan.cost(position, chosen) >= ROW_BUFFER_MIN_COST
-                if position in computed and (is_costly or (self.overlaps and self.is_overwritten(position))):
-                    chosen.add(position)
-                    continue
-                stack.extend(self.operands_of(position))
-            computed |= seen
-        return chosen
+
+        def is_buffered(position: int, chosen: set[int]) -> bool:
+            is_costly = self.plan.cost(position, chosen) >= ROW_BUFFER_MIN_COST
+            return is_costly or (self.overlaps and self.is_overwritten(position))
+
+        return self.values_of_several_stages(is_buffered)
 
     def print_stage(self, reductions: list[int], stores: list[Store], known: EmittedValues) -> None:
         """Writes one pass over the row."""

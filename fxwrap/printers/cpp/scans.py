@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final
@@ -30,6 +30,12 @@ from fxwrap.symbolic import Size
 
 ELEMENTS_TOGETHER = 4
 """Elements of a column that are combined before its accumulator is."""
+
+COLUMN_BUFFER_MIN_COST = 10
+"""Smallest cost in instructions of a column's value that is stored instead of being recomputed."""
+
+COLUMN_BUFFER_BYTES = 65536
+"""Largest size of the values of a block of columns, a part of the L2 cache, on the stack of a thread."""
 
 MAX_TOGETHER_COST = 128
 """The most instructions for these elements together: their code is repeated."""
@@ -210,6 +216,7 @@ class ColumnPrinter(ScanPrinterBase):
         size, start = print_size(vector_axis.size), f"{vector_axis.name}_0"
         is_fixed = isinstance(vector_axis.size, int)
         self.block = self.choose_block()
+        self.buffers = self.select_column_buffers()
         self.tables = choose_tables(self.plan)
         tables = self.print_tables()
         heads = [loop_head(axis) for axis in self.kernel.axes if axis is not vector_axis]
@@ -217,6 +224,9 @@ class ColumnPrinter(ScanPrinterBase):
         self.lane_count = str(self.block) if is_fixed and vector_axis.size % self.block == 0 else "lanes"
         with self.writer.nest(heads, "" if self.plan.splits_reduction else self.parallel()), self.column_block():
             known = {**self.load_columns(), **tables}
+            for position in sorted(self.buffers):
+                size = f"{print_size(self.kernel.reduced_count)}][{self.block}"
+                self.writer.line(f"alignas(64) {self.statements.type(position)} {self.statements.name(position)}_column[{size}];")
             self.print_stages(known)
             self.store_columns()
             if self.device_asserts:
@@ -240,6 +250,24 @@ class ColumnPrinter(ScanPrinterBase):
         unit = whole_vectors if whole_vectors <= COLUMN_BLOCK else self.plan.group
         largest = COLUMN_BLOCK // unit * unit
         return max(min(largest, size) if isinstance(size, int) else largest, 1)
+
+    def select_column_buffers(self) -> set[int]:
+        """Returns the costly values that one stage stores for later ones. Blocks have fewer columns for their sake."""
+        count = self.kernel.reduced_count
+        if not isinstance(count, int) or self.plan.splits_reduction or self.kernel.scans or self.plan.serial:
+            return set()
+        chosen = self.values_of_several_stages(lambda item, others: self.plan.cost(item, others) >= COLUMN_BUFFER_MIN_COST)
+        width = count * sum(self.statements.dtype(position).itemsize for position in chosen)
+        block = self.fitting_block(COLUMN_BUFFER_BYTES // width) if width else 0
+        if not block:
+            return set()
+        self.block = block
+        return chosen
+
+    def fitting_block(self, columns: int) -> int:
+        """Returns the number of columns of a block of at most so many, 0 if whole vectors have more."""
+        unit = math.lcm(self.plan.group, VECTOR_LANES)
+        return self.block if self.block <= columns else columns // unit * unit
 
     def load_columns(self) -> EmittedValues:
         """Writes what precedes the passes over a block of columns; returns the texts of the values that it loads."""
@@ -273,11 +301,28 @@ class ColumnPrinter(ScanPrinterBase):
         else:
             self.declare_lanes(reductions, self.block)
             self.reduce_columns(reductions, stores, known, [LoopRange(axis) for axis in self.kernel.reduced])
+        for position in self.new_buffers(targets, known):
+            known[position] = self.buffered(position)
         for position in reductions:
             if self.plan.group > 1:
                 name, combine = self.statements.name(position), self.combine(position)
                 self.writer.line(f"{name}_lanes.combine_groups<{self.plan.group}>({combine});")
             known[position] = self.result(position)
+
+    def new_buffers(self, targets: Sequence[int], known: EmittedValues) -> list[int]:
+        """Returns the values that a pass stores for later ones."""
+        return sorted((self.buffers - known.keys()) & self.kernel.backward_slice(targets, known))
+
+    def buffered(self, position: int) -> str:
+        """Returns an element of a value's buffer."""
+        return f"{self.statements.name(position)}_column[{self.position_text()}][lane]"
+
+    def write_elements(self, targets: Sequence[int], known: EmittedValues, named: Iterable[int] = ()) -> None:
+        """Writes the statements of targets for an element of a column, and the stores for later passes."""
+        new = self.new_buffers(targets, known)
+        self.statements.write([*targets, *new], known, named=[*named, *new])
+        for position in new:
+            self.writer.line(f"{self.buffered(position)} = {known[position]};")
 
     def hoist_column_invariants(self, targets: Sequence[int], known: EmittedValues) -> None:
         """Writes the operations that do not vary: scalars as constants, values of columns as arrays with lanes."""
@@ -370,7 +415,7 @@ class ColumnPrinter(ScanPrinterBase):
                     with self.writer.block(""):
                         self.writer.line(f"const int64_t {name} = {name}_0 + {k};")
                         inner = {**known, **rows[k]}
-                        self.statements.write(self.targets(reductions, []), inner)
+                        self.write_elements(self.targets(reductions, []), inner)
                         for item in reductions:
                             self.writer.line(f"{terms[item][k]} = {inner[self.reduction(item).operands[0]]};")
                 for item in reductions:
@@ -398,7 +443,7 @@ class ColumnPrinter(ScanPrinterBase):
                 element = dict(inner)
                 values = [halves.blocks.stored(store) for store in stores]
                 targets = halves.blocks.targets(self.targets(reductions, stores))
-                self.statements.write(targets, element, named=values if len(values) > 1 else ())
+                self.write_elements(targets, element, values if len(values) > 1 else ())
                 for position in reductions:
                     self.accumulate_lane(position, element, f"{self.statements.name(position)}_lanes")
                 for store in stores:
