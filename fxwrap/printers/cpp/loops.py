@@ -13,6 +13,7 @@ import torch
 from fxwrap.loop_ir import (
     Axis,
     DeviceAssert,
+    IndirectIndex,
     Kernel,
     Load,
     Reduce,
@@ -295,10 +296,18 @@ class PointwisePrinter(LoopPrinter):
             if condition is not None:
                 stores = tuple([replace(store, mask=None) for store in stores])
             with nullcontext() if condition is None else self.writer.block(f"if ({condition})"):
-                pragma = f"#pragma omp simd{self.clause if inner else ''}"
+                pragma = "" if self.scatters_lanes() else f"#pragma omp simd{self.clause if inner else ''}"
                 with self.writer.nest([loop_head(lane, start, end)], pragma):
                     self.write_device_asserts(inner, known)
                     self.write_stores(stores, known)
+
+    def scatters_lanes(self) -> bool:
+        """Whether each lane has an index of its own: processors update such elements one by one, or take as long."""
+        return any(
+            isinstance(atom, IndirectIndex) and self.vector_axis in self.kernel.value_axes[atom.operation]
+            for store in self.kernel.stores
+            for atom in store.index.atoms()
+        )
 
     def print_cases(self, cases: Mapping[Axis, Sequence[Segment]], known: EmittedValues) -> None:
         """Writes the vectorised loop for each case of other axes, in which their conditions are constant."""
