@@ -8,13 +8,14 @@ or its parent.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any, TextIO
@@ -124,6 +125,10 @@ def _watch(parent: int) -> None:
     os._exit(0)
 
 
+_IMPORTED_LATER = ("triton.compiler.code_generator", "triton.experimental.gluon.nvidia.hopper")
+"""Modules that Triton 3.6 imports for its first kernel: a worker imports them before there are jobs."""
+
+
 def _serve(jobs: TextIO, answers: TextIO, key: str) -> None:
     from triton.runtime import cache
     from triton.runtime.driver import driver
@@ -133,6 +138,9 @@ def _serve(jobs: TextIO, answers: TextIO, key: str) -> None:
     if key:
         cache.triton_key = lambda: key
     cache.triton_key()  # hashes Triton's files, once
+    for module in _IMPORTED_LATER:
+        with suppress(ImportError):
+            importlib.import_module(module)
     answers.write("ready\n")
     answers.flush()
     for line in jobs:
