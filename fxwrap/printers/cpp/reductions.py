@@ -202,8 +202,7 @@ class ReductionPrinter(LoopPrinter):
         """Whether reductions into so many accumulators are split: for the accuracy of sums, or to run in parallel."""
         count = self.kernel.reduced_count
         is_rounded = any(
-            self.reduction(item).kind == "sum" and self.reduction(item).dtype.is_floating_point
-            for item in reductions
+            self.reduction(item).kind == "sum" and self.reduction(item).dtype.is_floating_point for item in reductions
         )
         is_long = not isinstance(count, int) or count > 2 * MAX_LANE_ELEMENTS * lanes
         return self.plan.splits_reduction or (is_rounded and is_long)
@@ -281,7 +280,11 @@ class RowPrinter(ReductionPrinter):
         size, width = self.vector_axis.size, self.block_width()
         if not isinstance(size, int) or size < width or size % width == 0 or self.kernel.scans:
             return False
-        return not self.in_order and not self.plan.splits_reduction and not self.is_long(self.kernel.reductions, self.lanes())
+        return (
+            not self.in_order
+            and not self.plan.splits_reduction
+            and not self.is_long(self.kernel.reductions, self.lanes())
+        )
 
     def block_width(self) -> int:
         """Returns the number of lanes that fill a vector of the narrowest elements: loops have vectors of these."""

@@ -226,7 +226,9 @@ class ColumnPrinter(ScanPrinterBase):
             known = {**self.load_columns(), **tables}
             for position in sorted(self.buffers):
                 size = f"{print_size(self.kernel.reduced_count)}][{self.block}"
-                self.writer.line(f"alignas(64) {self.statements.type(position)} {self.statements.name(position)}_column[{size}];")
+                self.writer.line(
+                    f"alignas(64) {self.statements.type(position)} {self.statements.name(position)}_column[{size}];"
+                )
             self.print_stages(known)
             self.store_columns()
             if self.device_asserts:
@@ -256,7 +258,9 @@ class ColumnPrinter(ScanPrinterBase):
         count = self.kernel.reduced_count
         if not isinstance(count, int) or self.plan.splits_reduction or self.kernel.scans or self.plan.serial:
             return set()
-        chosen = self.values_of_several_stages(lambda item, others: self.plan.cost(item, others) >= COLUMN_BUFFER_MIN_COST)
+        chosen = self.values_of_several_stages(
+            lambda item, others: self.plan.cost(item, others) >= COLUMN_BUFFER_MIN_COST
+        )
         width = count * sum(self.statements.dtype(position).itemsize for position in chosen)
         block = self.fitting_block(COLUMN_BUFFER_BYTES // width) if width else 0
         if not block:
