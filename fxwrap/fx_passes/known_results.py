@@ -25,6 +25,7 @@ from fxwrap.torch_compat import (
     is_described_by_layout,
     is_plain_fake,
     is_written,
+    log_api_usage,
     set_autocast_functions,
     set_grad_enabled,
     storage_identity,
@@ -84,7 +85,7 @@ def _is_understood(node: Node) -> bool:
     target = node.target
     if node.op == "call_method" or isinstance(target, OpOverload | HigherOrderOperator):
         return True
-    if target in _STATE_FUNCTIONS or target is getattr:
+    if target in _STATE_FUNCTIONS or target in (getattr, log_api_usage):
         return True
     name = getattr(target, "__name__", "")
     return any(getattr(module, name, None) is target for module in FUNCTION_MODULES)
@@ -100,8 +101,8 @@ def _must_run(node: Node, value: object) -> bool:
 
 def _may_change_modes(node: Node, value: object) -> bool:
     """Whether a call may change how the following ones run: one without a result, and no operator."""
-    is_operator = isinstance(node.target, OpOverload | HigherOrderOperator)
-    return node.op == "call_function" and not is_operator and _must_run(node, value)
+    is_other = isinstance(node.target, OpOverload | HigherOrderOperator) or node.target is log_api_usage
+    return node.op == "call_function" and not is_other and _must_run(node, value)
 
 
 def _written_operands(node: Node) -> Sequence[Node]:

@@ -28,6 +28,9 @@ any_requires_grad = torch._C._any_requires_grad
 set_grad_enabled = torch._C._set_grad_enabled
 set_autocast_functions = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
 
+# Why: Dynamo's graph of a model that creates a module in its forward calls it.
+log_api_usage = torch._C._log_api_usage_once
+
 # Why: modes, functorch, functionalisation and tracing show in the included dispatch keys of the thread, which have no
 # public accessor.
 _PASSIVE_DISPATCH_KEYS: int = (

@@ -360,6 +360,12 @@ def _attention_layers(x: Tensor, w: Tensor) -> Tensor:
     return functional.cross_entropy(x, torch.arange(4))
 
 
+def modules_in_layers(x: Tensor, w: Tensor) -> Tensor:
+    for _ in range(3):
+        x = torch.nn.Tanh()(pure(x, w))
+    return x
+
+
 FUNCTIONS: tuple[Function, ...] = (
     pure, views, _view_without_base, _several_views, _duplicates, write_input, _write_input_by_result,
     _write_view_of_input, _write_without_gradients, write_result, _write_returned, write_by_operand,
@@ -368,5 +374,5 @@ FUNCTIONS: tuple[Function, ...] = (
     _transforms, _checked, _embedding, _foreach, _data_attribute, layers, _layers_in_autocast,
     _operands_of_one_storage, _without_inputs, _numbers, _repeated_writes, _repeated_tuples, _blocks,
     _read_several_times, _passed_operands, _partial_gradients, _gradients_of_other_layouts, _mixed_gradients,
-    _custom_between, _attention_layers,
+    _custom_between, _attention_layers, modules_in_layers,
 )  # fmt: skip
