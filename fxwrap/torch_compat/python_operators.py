@@ -20,8 +20,9 @@ def is_python_operator(name: str) -> bool:
     return namespace != "aten" and any(f"{namespace}/{rest}/{key}" in torch.library._impls for key in keys)
 
 
-# Why: Dynamo's graphs call functions of torch's by the modules that define them, one of which is private.
+# Why: Dynamo's graphs call functions of torch's by the modules that define them, some of which are private.
 FUNCTION_MODULES = (
-    torch, torch.nn.functional, torch.functional, torch.special, torch.linalg, torch.fft, torch._C._nn, operator,
+    torch, torch.nn.functional, torch.functional, torch.special, torch.linalg, torch.fft, torch._C._nn,
+    torch._C._special, torch._C._linalg, torch._C._fft, operator,
 )  # fmt: skip
 """Modules whose functions of tensors depend on their operands and on the modes of gradients and autocast alone."""

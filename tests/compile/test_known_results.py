@@ -29,6 +29,7 @@ from tests.compile.traced_functions import (
     Function,
     layers,
     modules_in_layers,
+    namespaces,
     pure,
     views,
     write_by_operand,
@@ -243,7 +244,7 @@ def _executed_calls(function: Function, *inputs: Tensor) -> list[str]:
 
 @pytest.mark.parametrize(("function", "calls"), [
     (pure, []), (views, ["t", "getitem", "reshape", "t_1", "getitem_1"]),
-    (write_by_operand, ["z", "copy_"]),
+    (write_by_operand, ["z", "copy_"]), (namespaces, []),
 ])  # fmt: skip
 def test_only_views_and_writes_of_inputs_and_results_run(function: Function, calls: list[str]) -> None:
     assert _executed_calls(function, torch.randn(4, 4), torch.randn(4, 4)) == calls

@@ -360,6 +360,12 @@ def _attention_layers(x: Tensor, w: Tensor) -> Tensor:
     return functional.cross_entropy(x, torch.arange(4))
 
 
+def namespaces(x: Tensor, w: Tensor) -> Tensor:
+    for _ in range(2):
+        x = torch.fft.fftn(x).abs() + torch.linalg.vector_norm(x, dim=-1, keepdim=True) * torch.special.erfcx(w)
+    return x
+
+
 def modules_in_layers(x: Tensor, w: Tensor) -> Tensor:
     for _ in range(3):
         x = torch.nn.Tanh()(pure(x, w))
@@ -374,5 +380,5 @@ FUNCTIONS: tuple[Function, ...] = (
     _transforms, _checked, _embedding, _foreach, _data_attribute, layers, _layers_in_autocast,
     _operands_of_one_storage, _without_inputs, _numbers, _repeated_writes, _repeated_tuples, _blocks,
     _read_several_times, _passed_operands, _partial_gradients, _gradients_of_other_layouts, _mixed_gradients,
-    _custom_between, _attention_layers, modules_in_layers,
+    _custom_between, _attention_layers, modules_in_layers, namespaces,
 )  # fmt: skip
