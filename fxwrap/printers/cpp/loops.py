@@ -27,7 +27,7 @@ from fxwrap.loop_ir import (
 from fxwrap.printers.cpp.axis_tables import AxisTable, choose_tables
 from fxwrap.printers.cpp.half_blocks import HALF_BLOCK, HalfBlocks, HalfBlockWriter, find_half_blocks
 from fxwrap.printers.cpp.loop_plan import MIN_PARALLEL_WORK, SCATTER_BLOCK, LoopPlan
-from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
+from fxwrap.printers.cpp.operations import CPP_TYPES, parenthesize, print_size
 from fxwrap.printers.cpp.segments import find_cases
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues, StatementPrinter
 
@@ -343,7 +343,10 @@ class PointwisePrinter(LoopPrinter):
         self.statements.kernel = kernel
 
     def print_tiles(self, known: EmittedValues) -> None:
-        """Writes loops over square tiles, so that loads along another axis than the stores read whole cache lines."""
+        """Writes loops over square tiles, so that loads along another axis than the stores read whole cache lines.
+
+        Tiles are loaded whole: the last one begins where that is possible, and stores only what is new in it.
+        """
         (axis, loads), vector_axis = self.plan.transposed_loads, self.vector_axis
         assert axis is not None
         heads = [loop_head(item) for item in self.outer_axes() if item is not axis]
@@ -352,35 +355,50 @@ class PointwisePrinter(LoopPrinter):
             heads.append(f"for (int64_t {start} = 0; {start} < {print_size(item.size)}; {start} += tile)")
         width = max(self.statements.dtype(position).itemsize for position in loads)
         self.writer.line(f"constexpr int tile = tile_size({self.plan.max_tile_size}, {width});")
+        lengths = [self.tile_length(axis, "height"), self.tile_length(vector_axis, "width")]
         with self.writer.nest(heads, self.parallel()):
-            ends = []
-            for item, name in ((axis, "height"), (vector_axis, "width")):
-                is_whole = isinstance(item.size, int) and item.size % self.plan.max_tile_size == 0
-                ends.append("tile" if is_whole else name)
-                if not is_whole:
-                    rest = f"{print_size(item.size)} - {item.name}_0"
-                    self.writer.line(f"const int {name} = int(fxwrap::min<int64_t>(tile, {rest}));")
+            starts = [
+                self.tile_start(item, length) for item, length in zip((axis, vector_axis), lengths, strict=True)
+            ]
             for position in loads:
-                known[position] = self.load_tile(position, axis, *ends)
-            rows = loop_head(axis, f"{axis.name}_0", f"{axis.name}_0 + {ends[0]}")
-            columns = loop_head(vector_axis, f"{vector_axis.name}_0", f"{vector_axis.name}_0 + {ends[1]}")
-            with self.writer.nest([rows]), self.writer.nest([columns], self.simd()):
-                self.write_device_asserts(self.device_asserts, known)
-                self.write_stores(self.kernel.stores, known)
+                known[position] = self.load_tile(position, axis, *lengths)
+            with self.writer.nest([f"for (int row = {starts[0]}; row < {lengths[0]}; ++row)"]):
+                self.writer.line(f"const int64_t {axis.name} = {axis.name}_1 + row;")
+                with self.writer.nest([f"for (int lane = {starts[1]}; lane < {lengths[1]}; ++lane)"], self.simd()):
+                    self.writer.line(f"const int64_t {vector_axis.name} = {vector_axis.name}_1 + lane;")
+                    self.write_device_asserts(self.device_asserts, known)
+                    self.write_stores(self.kernel.stores, known)
+
+    def tile_length(self, axis: Axis, name: str) -> str:
+        """Declares the length of tiles along an axis, a constant where its size is one; returns its text."""
+        size = print_size(axis.size)
+        if isinstance(axis.size, int) and axis.size >= self.plan.max_tile_size:
+            return "tile"
+        kind = "constexpr" if isinstance(axis.size, int) else "const"
+        self.writer.line(f"{kind} int {name} = int(fxwrap::min<int64_t>(tile, {size}));")
+        return name
+
+    def tile_start(self, axis: Axis, length: str) -> str:
+        """Declares where a tile is loaded from; returns the text of its first new element."""
+        size, name = print_size(axis.size), axis.name
+        self.writer.line(f"const int64_t {name}_1 = fxwrap::min<int64_t>({name}_0, {size} - {length});")
+        if isinstance(axis.size, int) and axis.size % self.plan.max_tile_size == 0:
+            return "0"
+        self.writer.line(f"const int {name}_new = {parenthesize(size)} % {length} == 0 ? 0 : int({name}_0 - {name}_1);")
+        return f"{name}_new"
 
     def load_tile(self, position: int, axis: Axis, height: str, width: str) -> str:
         """Writes the load of a tile; returns the text of its element."""
         load, lane = self.kernel.operations[position], self.vector_axis
         assert isinstance(load, Load)
         tile, index = f"{self.statements.name(position)}_tile", self.statements.index({})
-        corner = load.index.substitute({item: Axis(f"{item.name}_0", item.size) for item in (axis, lane)})
+        corner = load.index.substitute({item: Axis(f"{item.name}_1", item.size) for item in (axis, lane)})
         stride = load.index.stride(lane)
         assert stride is not None
         self.writer.line(f"alignas(64) {CPP_TYPES[load.dtype]} {tile}[tile][tile];")
         source = f"{load.buffer} + {index(corner)}, {index(stride)}"
         self.writer.line(f"transpose({source}, {height}, {width}, &{tile}[0][0], tile);{self.statements.comment(load)}")
-        element = f"{tile}[{axis.name} - {axis.name}_0][{lane.name} - {lane.name}_0]"
-        return self.statements.element(element, load.dtype)
+        return self.statements.element(f"{tile}[row][lane]", load.dtype)
 
     def hoist(self, known: EmittedValues) -> None:
         """Writes the operands of the vectorised loop that do not depend on its axis."""

@@ -21,7 +21,7 @@ INLINE int64_t natural_power(int64_t base, int64_t exponent) {
   return result;
 }
 template <class T> INLINE T max(T first, T second) { return second > first ? second : first; }
-template <class T> INLINE T min(T first, T second) { return second < first ? second : first; }
+template <class T> INLINE constexpr T min(T first, T second) { return second < first ? second : first; }
 INLINE int64_t to_int(double number) { return int64_t(number); }
 }  // namespace fxwrap
 
