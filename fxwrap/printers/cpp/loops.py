@@ -362,8 +362,8 @@ class PointwisePrinter(LoopPrinter):
             ]
             for position in loads:
                 known[position] = self.load_tile(position, axis, *lengths)
-            with self.writer.nest([f"for (int row = {starts[0]}; row < {lengths[0]}; ++row)"]):
-                self.writer.line(f"const int64_t {axis.name} = {axis.name}_1 + row;")
+            with self.writer.nest([f"for (int line = {starts[0]}; line < {lengths[0]}; ++line)"]):
+                self.writer.line(f"const int64_t {axis.name} = {axis.name}_1 + line;")
                 with self.writer.nest([f"for (int lane = {starts[1]}; lane < {lengths[1]}; ++lane)"], self.simd()):
                     self.writer.line(f"const int64_t {vector_axis.name} = {vector_axis.name}_1 + lane;")
                     self.write_device_asserts(self.device_asserts, known)
@@ -398,7 +398,7 @@ class PointwisePrinter(LoopPrinter):
         self.writer.line(f"alignas(64) {CPP_TYPES[load.dtype]} {tile}[tile][tile];")
         source = f"{load.buffer} + {index(corner)}, {index(stride)}"
         self.writer.line(f"transpose({source}, {height}, {width}, &{tile}[0][0], tile);{self.statements.comment(load)}")
-        return self.statements.element(f"{tile}[row][lane]", load.dtype)
+        return self.statements.element(f"{tile}[line][lane]", load.dtype)
 
     def hoist(self, known: EmittedValues) -> None:
         """Writes the operands of the vectorised loop that do not depend on its axis."""

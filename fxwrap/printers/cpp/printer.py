@@ -48,7 +48,7 @@ _HALF_BLOCK_CALLS = ("widen(", "narrow(")
 """Calls that convert blocks of float16."""
 
 _RESERVED_WORDS = """
-kernel lane lanes row key keys rows columns run width first i j scores maxima factors next weights tile part start end
+kernel lane lanes line key keys rows columns run width first i j scores maxima factors next weights tile part start end
 count offset block place is_new height op combine part largest total visible fxwrap to update bitcast literal infinity
 nan for_lanes for_overlapping_lanes for_lane_block for_blocks for_overlapping_blocks widen narrow repeated offset zero
 alignas alignof and asm auto bool break case catch char class const continue default delete do double else enum
