@@ -357,9 +357,7 @@ class PointwisePrinter(LoopPrinter):
         self.writer.line(f"constexpr int tile = tile_size({self.plan.max_tile_size}, {width});")
         lengths = [self.tile_length(axis, "height"), self.tile_length(vector_axis, "width")]
         with self.writer.nest(heads, self.parallel()):
-            starts = [
-                self.tile_start(item, length) for item, length in zip((axis, vector_axis), lengths, strict=True)
-            ]
+            starts = [self.tile_start(item, length) for item, length in zip((axis, vector_axis), lengths, strict=True)]
             for position in loads:
                 known[position] = self.load_tile(position, axis, *lengths)
             with self.writer.nest([f"for (int line = {starts[0]}; line < {lengths[0]}; ++line)"]):
