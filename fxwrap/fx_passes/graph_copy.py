@@ -22,6 +22,7 @@ from fxwrap.torch_compat import (
     LazyGraphModule,
     OpOverload,
     fake_tensor,
+    in_dispatched_fake_mode,
     in_fake_mode,
     is_view_operator,
     rename_unbacked,
@@ -118,8 +119,19 @@ def fake_call(
     """Returns the fake result of a call; `like` has the fake mode if no argument is a fake tensor."""
     keywords = keywords or {}
     mode = fake_mode_of((*arguments, *keywords.values(), like))
-    with in_fake_mode(mode), without_library_guards(mode, target):
+    # Fake implementations call composite operators, which take symbolic sizes in torch's Python dispatcher only.
+    is_symbolic = mode is not None and any(map(_has_symbols, (*arguments, *keywords.values())))
+    scope = in_dispatched_fake_mode if is_symbolic else in_fake_mode
+    with scope(mode), without_library_guards(mode, target):
         return target(*arguments, **keywords)
+
+
+def _has_symbols(value: object) -> bool:
+    """Whether an argument is a symbolic number, or a tensor of symbolic sizes or strides, or has such items."""
+    if isinstance(value, FakeTensor):
+        strides = value.stride() if value.layout is torch.strided else ()
+        return not all(type(number) is int for number in (*value.shape, *strides))
+    return isinstance(value, torch.SymInt) or (isinstance(value, tuple | list) and any(map(_has_symbols, value)))
 
 
 def fake_mode_of(values: Sequence[object]) -> FakeTensorMode | None:

@@ -96,7 +96,7 @@ def in_fake_mode(mode: FakeTensorMode | None) -> Iterator[None]:
 
 
 @contextmanager
-def in_dispatched_fake_mode(mode: FakeTensorMode) -> Iterator[None]:
+def in_dispatched_fake_mode(mode: FakeTensorMode | None) -> Iterator[None]:
     """Runs operators on fake tensors, including composite ones with symbolic sizes, through torch's Python dispatcher.
 
     Why: the Python dispatcher has no public switch. Tested on 2.13.

@@ -289,6 +289,20 @@ def test_composites_of_symbolic_sizes_are_decomposed() -> None:
         check(compiled, Layer(), (rand(rows, 4, 5), rand(6, 5)))
 
 
+def test_decomposed_indices_of_symbolic_sizes_are_broadcast() -> None:
+    """The size of a dimension that is not scaled is the input's in the graph, and trunc(1.0 * size) in the trace."""
+
+    class Doubled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.interpolate(x, scale_factor=(1.0, 2.0), mode="bilinear")
+
+    rows = ({2: torch.export.Dim("rows", min=2)},)
+    exported = torch.export.export(Doubled(), (rand(1, 2, 6, 6),), dynamic_shapes=rows)
+    compiled = fxwrap.compile_graph(exported, options=UNCACHED)
+    for size in (2, 6, 13):
+        check(compiled, Doubled(), (rand(1, 2, size, 6),))
+
+
 def test_masks_of_plain_graphs_become_causal() -> None:
     def function(w: Tensor, *heads: Tensor) -> Tensor:
         mask = torch.ones(8, 8, dtype=torch.bool).tril()
