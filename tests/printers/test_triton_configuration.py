@@ -163,6 +163,18 @@ def test_the_last_axis_of_a_flat_block_is_contiguous() -> None:
     check(kernel, candidates[0], {"row": row}, in_place={"out": torch.zeros(384)}, tolerance=1e-5)
 
 
+def test_kernels_without_contiguous_accesses_have_one_flat_block() -> None:
+    """Each second column of rows of odd length, as those of `x[:, ::2] = y[:, ::2]`."""
+    kernel = parse_kernel("""kernel(y: f32[1040]) -> (x: f32[1040]) for [p0: 16, p1: 33] {
+  %0 = f32 load y[65*p0 + 2*p1]
+  store x[65*p0 + 2*p1] %0
+}
+""")
+    first = configurations(kernel)[0]
+    assert isinstance(first, TileConfiguration) and first.x == kernel.axes
+    check(kernel, first)
+
+
 def windows(count: int, layout: tuple[int, int]) -> Kernel:
     """The largest of some elements of a row, in a layout with these steps along the rows and the elements."""
     p, q = Axis("p0", 4096), Axis("p1", 512)

@@ -192,7 +192,7 @@ def contiguous_axes(kernel: Kernel, hint: Hint, reduced: bool = True) -> tuple[A
     loads = contiguity_scores(kernel, hint, read) if kernel.combines_values else {}
 
     def has_many(axis: Axis) -> bool:
-        return scores.get(axis, 0) * 5 >= sum(scores.values()) or 0 < sum(loads.values()) <= loads.get(axis, 0) * 2
+        return scores.get(axis, 0) * 5 >= sum(scores.values()) > 0 or 0 < sum(loads.values()) <= loads.get(axis, 0) * 2
 
     def is_wide(axis: Axis) -> bool:
         run = contiguous_run(kernel, axis, [inner]) if reduced and not kernel.combines_values else (axis,)
