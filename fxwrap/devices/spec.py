@@ -175,8 +175,7 @@ class ConvolutionLayoutCosts:
     Fields:
         copied_byte: the cost of copying a byte to another layout.
         reorder_overhead_bytes: the fixed cost of reordering around a convolution.
-        products_per_byte: the products of a convolution of overlapping windows that channels-last kernels save the time
-            of such a byte in.
+        products_per_byte: the products of overlapping windows that channels-last kernels save such a byte's time in.
     """
 
     copied_byte: float = 1.3
@@ -191,16 +190,16 @@ class ConvolutionTraits:
     Fields:
         channels_last_dtypes: dtypes in which they are faster in channels-last layout.
         layout_costs: the cost model that decides which of these get the layout.
-        patch_matmul_widths: by dtype, the least width of a kernel with which a convolution by strides as large as the
-            kernel is faster as a matmul of patches.
-        unfused_bias_dtypes: dtypes in which a library adds the bias in a pass over the result, and sums its gradient in
-            another, so that kernels do both.
+        patch_matmul_widths: by dtype, the least width of a kernel as large as its strides that is faster as a matmul.
+        pointwise_matmul_dtypes: dtypes in which convolutions of sequences by single elements are faster as matmuls.
+        unfused_bias_dtypes: dtypes in which a library adds biases, and sums their gradients, in passes of its own.
         prepacked_dtypes: dtypes in which frozen weights are prepacked; batch norms are then folded into them.
     """
 
     channels_last_dtypes: Dtypes = frozenset()
     layout_costs: ConvolutionLayoutCosts = ConvolutionLayoutCosts()
     patch_matmul_widths: SizesByDtype = ()
+    pointwise_matmul_dtypes: Dtypes = frozenset()
     unfused_bias_dtypes: Dtypes = frozenset()
     prepacked_dtypes: Dtypes = frozenset()
 
@@ -452,6 +451,7 @@ CUDA = DeviceSpec(
     convolutions=ConvolutionTraits(
         channels_last_dtypes=_HALF,  # tensor cores
         patch_matmul_widths=((torch.float16, 16), (torch.bfloat16, 2)),
+        pointwise_matmul_dtypes=_HALF,
         unfused_bias_dtypes=_HALF | {torch.float32},
     ),
     matmuls=MatmulTraits(

@@ -16,6 +16,7 @@ from fxwrap.fx_passes.attention.recognize import recognize_attention
 from fxwrap.fx_passes.convolutions.biases import unfuse_convolution_biases
 from fxwrap.fx_passes.convolutions.frozen import freeze_convolutions
 from fxwrap.fx_passes.convolutions.layouts import optimize_layouts
+from fxwrap.fx_passes.convolutions.pointwise import rewrite_pointwise_convolutions
 from fxwrap.fx_passes.cse import eliminate_common_subexpressions
 from fxwrap.fx_passes.decompose import decompose
 from fxwrap.fx_passes.dropout_masks import draw_dropout_masks, recognize_dropout
@@ -36,6 +37,7 @@ from fxwrap.fx_passes.negative_views import resolve_negative_views
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource, PreparedGraph
 from fxwrap.fx_passes.sorts import rewrite_sorts
 from fxwrap.fx_passes.source import graph_source, inline_subgraph_calls, remove_inert_calls
+from fxwrap.fx_passes.split_results import split_before_activations
 from fxwrap.fx_passes.sums_of_collectives import reduce_sums_once
 from fxwrap.fx_passes.tensor_metadata import check_tensor_metadata, expand_out_dtype
 from fxwrap.options import Options, Step, enabled_steps
@@ -105,12 +107,20 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
         lambda graph, _context: reduce_sums_once(graph), "fuse", _fuses,
     ),
     Step(
+        "split_before_activations", "compute parts of a result that kernels read by themselves",
+        split_before_activations, "fuse", _fuses,
+    ),
+    Step(
         "rewrite_sorts", "sort few integers by counting, and those of a known small range by keys of few bits",
         rewrite_sorts, "fuse", _fuses,
     ),
     Step(
         "dequantise_packed_weights", "turn matmuls of many rows and packed weights into matmuls of dequantised ones",
         dequantise_packed_weights, "fuse", _fuses,
+    ),
+    Step(
+        "rewrite_pointwise_convolutions", "turn convolutions of sequences by single elements into batches of matmuls",
+        rewrite_pointwise_convolutions, "fuse", _fuses,
     ),
     Step(
         "rewrite_vector_products", "turn matmuls over one term into multiplications, and of vectors into sums",

@@ -16,6 +16,7 @@ from fxwrap.lowering.builder import Builder, LoweringRequest, NodeOperand
 from fxwrap.lowering.calls.copies import emit_copy_into
 from fxwrap.lowering.calls.nodes import lower_call
 from fxwrap.lowering.calls.slice_writes import emit_slice_view
+from fxwrap.lowering.fusion.definition_plans import DefinitionPlan, MaterialisationPlan
 from fxwrap.lowering.fusion.definitions import (
     Definition,
     InPlaceScatter,
@@ -28,7 +29,6 @@ from fxwrap.lowering.fusion.definitions import (
 from fxwrap.lowering.fusion.fusion import ScheduledItem
 from fxwrap.lowering.fusion.iteration_mappings import KernelPlan, Member
 from fxwrap.lowering.fusion.kernels import BuiltKernel, build_kernel, part_name, same_memory
-from fxwrap.lowering.fusion.materialise import DefinitionPlan, MaterialisationPlan
 from fxwrap.lowering.fusion.tracing import trace_with
 from fxwrap.lowering.graph_definitions import DefinitionOperand, GraphDefinitions
 from fxwrap.lowering.kernel_calls import kernel_calls

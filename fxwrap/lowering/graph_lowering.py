@@ -19,9 +19,10 @@ from fxwrap.lowering.control.streams import StreamPlan
 from fxwrap.lowering.definition_builder import DefinitionBuilder
 from fxwrap.lowering.emit import LineEmitter
 from fxwrap.lowering.fusion.def_use import DefUseChains
+from fxwrap.lowering.fusion.definition_plans import DefinitionPlan, MaterialisationPlan
 from fxwrap.lowering.fusion.definitions import Definition, InPlaceWrite, Reduced, unwrap_views
 from fxwrap.lowering.fusion.fusion import Fusion, ScheduledItem
-from fxwrap.lowering.fusion.materialise import DefinitionPlan, MaterialisationPlan, plan_materialisation
+from fxwrap.lowering.fusion.materialise import plan_materialisation
 from fxwrap.lowering.fusion.reader_order import move_readers_before_overwriting
 from fxwrap.lowering.graph_definitions import CallStep, GraphDefinitions
 from fxwrap.lowering.kernel_schedules import KernelSchedules, is_matmul

@@ -10,9 +10,9 @@ from typing import TypeAlias
 from torch.fx import Node
 
 from fxwrap.lowering.builder import Builder
+from fxwrap.lowering.fusion.definition_plans import MaterialisationPlan
 from fxwrap.lowering.fusion.definitions import Definition, InPlaceScatter, InPlaceStore, Viewed, definitions_in
 from fxwrap.lowering.fusion.iteration_mappings import KernelPlan
-from fxwrap.lowering.fusion.materialise import MaterialisationPlan
 from fxwrap.lowering.graph_definitions import DefinitionOperand, GraphDefinitions
 from fxwrap.torch_compat import OpOverload
 from fxwrap.wrapper_ir import Value

@@ -25,11 +25,11 @@ from fxwrap.loop_ir import (
     split_rows,
 )
 from fxwrap.lowering.builder import Builder, LoweringRequest
+from fxwrap.lowering.fusion.definition_plans import DefinitionPlan, MaterialisationPlan
 from fxwrap.lowering.fusion.definitions import Definition, Reduced
 from fxwrap.lowering.fusion.independent import independent_parts
 from fxwrap.lowering.fusion.iteration_mappings import IterationMapping, KernelPlan, Member, joined_plan
 from fxwrap.lowering.fusion.kernels import build_kernel
-from fxwrap.lowering.fusion.materialise import DefinitionPlan, MaterialisationPlan
 from fxwrap.lowering.fusion.tracing import Trace, has_byte_weights
 from fxwrap.lowering.graph_definitions import GraphDefinitions
 from fxwrap.lowering.launches import kernel_request

@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from fxwrap.devices import DeviceSpec, language_traits
 from fxwrap.loop_ir import Atom, Axis, Index, IndexLike, IndirectIndex, as_index
+from fxwrap.lowering.fusion.definition_plans import DefinitionPlan, MaterialisationPlan
 from fxwrap.lowering.fusion.definitions import (
     Definition,
     InPlaceScatter,
@@ -40,7 +41,6 @@ from fxwrap.lowering.fusion.iteration_mappings import (
     rebase,
     substituted,
 )
-from fxwrap.lowering.fusion.materialise import DefinitionPlan, MaterialisationPlan
 from fxwrap.lowering.fusion.tracing import Trace, shared_source
 from fxwrap.lowering.symbols.cpu_scalars import ScalarRead
 from fxwrap.symbolic import Size, product

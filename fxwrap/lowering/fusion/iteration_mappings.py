@@ -18,8 +18,8 @@ from fxwrap.loop_ir import (
     delinearize_index,
     linearize_index,
 )
+from fxwrap.lowering.fusion.definition_plans import DefinitionPlan
 from fxwrap.lowering.fusion.definitions import Definition, Reduced, Scanned, Scattered
-from fxwrap.lowering.fusion.materialise import DefinitionPlan
 from fxwrap.lowering.fusion.tracing import IndexTuple, Trace, element_indices
 from fxwrap.symbolic import Size, product
 

@@ -30,9 +30,9 @@ from fxwrap.loop_ir import (
     strided_index,
     unroll_short_rows,
 )
+from fxwrap.lowering.fusion.definition_plans import MaterialisationPlan
 from fxwrap.lowering.fusion.definitions import Definition, Reduced, ReductionSource, Scanned, ScanSource, Scattered
 from fxwrap.lowering.fusion.iteration_mappings import KernelPlan, Member, axes_of, substituted
-from fxwrap.lowering.fusion.materialise import MaterialisationPlan
 from fxwrap.lowering.fusion.tracing import BodyBuilder, IndexTuple
 from fxwrap.symbolic import Number, Size, maximum, product, total
 from fxwrap.wrapper_ir import TensorType, Value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,18 +12,17 @@ from fxwrap.devices import DeviceSpec
 from fxwrap.loop_ir import STORAGE_ONLY, as_index
 from fxwrap.lowering.fusion.concatenations import ConcatenatedParts
 from fxwrap.lowering.fusion.def_use import DefUse, DefUseChains
+from fxwrap.lowering.fusion.definition_plans import DefinitionPlan, MaterialisationPlan
 from fxwrap.lowering.fusion.definitions import (
     Definition,
-    DefinitionLabel,
     EvenConcatenation,
     Pointwise,
     Reduced,
-    Scanned,
     Scattered,
     Stored,
     Viewed,
 )
-from fxwrap.lowering.fusion.tracing import Access, IndexTuple, Tracer, has_byte_weights, iteration_space, shared_source
+from fxwrap.lowering.fusion.tracing import Access, IndexTuple, has_byte_weights, iteration_space, shared_source
 from fxwrap.symbolic import Size, product
 
 _CHEAP = 8
@@ -43,62 +42,6 @@ _MIN_STENCIL_READS = 3
 """An iteration that reads so many elements of one tensor counts as that many consumers."""
 _MAX_INLINE_DEPTH = 40
 """The longest chain of inlined definitions: their bodies call one another."""
-
-
-@dataclass(frozen=True, eq=False)
-class DefinitionPlan:
-    """A definition, the position of its node, and how it is computed.
-
-    `cost` and `depth` include the definitions inlined into it; `reads` are the materialised definitions that it reads,
-    `operands` other ones that its region needs.
-    """
-
-    definition: Definition
-    position: int
-    materialised: bool = True
-    cost: int = 0
-    depth: int = 0
-    reads: frozenset[Definition] = frozenset()
-    operands: frozenset[Definition] = frozenset()
-
-
-@dataclass(frozen=True, eq=False)
-class MaterialisationPlan:
-    """The plans of all live definitions, in an order in which they can be computed.
-
-    `external` are the definitions that extern calls, outputs or other streams read. `labels` name all definitions.
-    """
-
-    definitions: Mapping[Definition, DefinitionPlan]
-    external: frozenset[Definition]
-    labels: Mapping[Definition, DefinitionLabel]
-    tracer: Tracer
-
-    def access_of(self, definition: Definition) -> Access:
-        """Returns how bodies get a definition's elements; one without a plan is dead, and its elements are unused."""
-        plan = self.definitions.get(definition)
-        if plan is None:
-            return "unused"
-        return "fetched" if plan.materialised else "inlined"
-
-    def operator_of(self, definition: Definition) -> str:
-        """Returns the overload name of the operator of a definition, or ""."""
-        label = self.labels.get(definition)
-        return "" if label is None else label.operator
-
-    def computed(self) -> list[DefinitionPlan]:
-        """Returns the definitions that kernels write to memory, in order."""
-        kinds = Pointwise | Reduced | Scanned | Scattered
-        return [plan for key, plan in self.definitions.items() if plan.materialised and isinstance(key, kinds)]
-
-    @cached_property
-    def readers(self) -> Mapping[Definition, set[Definition]]:
-        """The definitions in memory that read each one."""
-        readers: dict[Definition, set[Definition]] = defaultdict(set)
-        for plan in self.computed():
-            for other in (*plan.reads, *plan.operands):
-                readers[other].add(plan.definition)
-        return readers
 
 
 def plan_materialisation(
@@ -219,6 +162,8 @@ class _MaterialisationPlanner:
             return False
         if self._is_of_one_concatenation(use, elements) or self._is_of_one_scatter(use, elements):
             return True
+        if self._is_narrower_than_its_cast(use, plan):
+            return False
         widest = max([self._iterations(consumer) for consumer in consumers], default=elements)
         if widest > 2 * elements:
             is_repeated = self._is_lookup_table(use, plan, widest / elements) or self._is_normalised_operand(use, plan)
@@ -231,6 +176,22 @@ class _MaterialisationPlanner:
             return True
         readers = max(len(consumers), use.max_reads_per_iteration)
         return self._is_cheap_to_recompute(plan, elements, readers) or self._is_recomputed_from_cache(use, plan)
+
+    def _is_narrower_than_its_cast(self, use: DefUse, plan: DefinitionPlan) -> bool:
+        """Whether an operator reads a definition alone, and several read its results, which are wider.
+
+        If recomputing these takes long, readers compute them from the narrower elements.
+        """
+        consumers, elements = self.consumers[plan.definition], self._count(plan.definition.sizes)
+        if len(consumers) != 1 or type(consumers[0].definition) is not Pointwise:
+            return False
+        reader, trace = consumers[0], self.chains.tracer.trace(consumers[0].definition)
+        is_only = [other for other, _ in trace.reads] == [plan.definition] and self._iterations(reader) == elements
+        is_wider = reader.definition.dtype.itemsize > plan.definition.dtype.itemsize and trace.cost <= _CHEAP
+        readers = len(self.consumers[reader.definition])
+        if not (is_only and is_wider) or readers < 2 or plan.cost <= _CHEAP or reader.definition in self.external:
+            return False
+        return not self._is_cheap_to_recompute(replace(plan, definition=reader.definition), elements, readers)
 
     def _is_of_one_concatenation(self, use: DefUse, elements: int) -> bool:
         """Whether all readers of a definition compute parts of one concatenation, element by element, that share reads.

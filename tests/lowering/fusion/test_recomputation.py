@@ -138,3 +138,15 @@ def test_a_sum_of_scatters_is_one_kernel() -> None:
     integers = [torch.randint(9, (3, 8, 8)), *positions, torch.randint(9, (8,))]
     planned = check_graph(make_fx(function)(*integers), integers)
     assert len(planned.launches) == 3, "the order of integers does not matter"
+
+
+def test_casts_of_a_materialised_tensor_are_not_in_memory() -> None:
+    """Readers of its casts, which take more bytes, cast it again."""
+
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        rows = F.gelu(x.sin()).float()
+        return rows.sum(0), (rows * (rows.sum(0) @ weight)).sum(1)
+
+    program = lowered(function, torch.zeros(64, 96, dtype=torch.bfloat16), torch.zeros(96, 96))
+    results = [line.result.tensor_type for line in program.body.lines if isinstance(line, Alloc)]
+    assert [item.dtype for item in results if item.sizes == (64, 96)] == [torch.bfloat16]
