@@ -28,6 +28,7 @@ from fxwrap.printers.cpp.loops import LoopPrinter, PointwisePrinter
 from fxwrap.printers.cpp.matrix_contractions import MatrixContractionPrinter, is_matrix_contraction
 from fxwrap.printers.cpp.operations import CPP_TYPES, SYMBOL_TYPES
 from fxwrap.printers.cpp.reductions import RowPrinter
+from fxwrap.printers.cpp.repeated_rows import RepeatedRowPrinter, plan_repeated_rows
 from fxwrap.printers.cpp.scans import ColumnPrinter, RowScanPrinter
 from fxwrap.printers.cpp.statements import CppSourceWriter
 from fxwrap.printers.cpp.streaming import StreamingPrinter
@@ -94,6 +95,9 @@ def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments:
             return FactorContractionPrinter(plan, factors, writer, origin_comments)
         return ContractionPrinter(plan, contraction, writer, origin_comments)
     if not kernel.reduced:
+        rows = plan_repeated_rows(kernel)
+        if rows is not None:
+            return RepeatedRowPrinter(rows, writer, origin_comments)
         return PointwisePrinter(plan, writer, origin_comments)
     if kernel.reduces_in_steps:
         parts = find_streaming_reduction(kernel)
