@@ -23,6 +23,7 @@ def is_python_operator(name: str) -> bool:
 # Why: Dynamo's graphs call functions of torch's by the modules that define them, some of which are private.
 FUNCTION_MODULES = (
     torch, torch.nn.functional, torch.functional, torch.special, torch.linalg, torch.fft, torch._C._nn,
-    torch._C._special, torch._C._linalg, torch._C._fft, operator,
+    torch._C._special, torch._C._linalg, torch._C._fft,  # type: ignore[attr-defined]
+    operator,
 )  # fmt: skip
 """Modules whose functions of tensors depend on their operands and on the modes of gradients and autocast alone."""
