@@ -7,7 +7,8 @@ from itertools import product
 import pytest
 import torch
 
-from fxwrap.loop_ir import Axis, Buffer, Kernel, KernelBuilder, as_index
+from fxwrap.loop_ir import ZERO, Axis, Buffer, Index, Kernel, KernelBuilder, Scalar, as_index
+from fxwrap.printers.cpp import print_cpp_kernel
 from fxwrap.symbolic import make_symbol
 from tests.printers.cpp_kernels import BF16, F32, check, compiled_together
 
@@ -59,12 +60,35 @@ def uneven_rows(length: int, dtype: torch.dtype, in_place: bool) -> Kernel:
     return body.finish([row, column], [], inputs, [Buffer(result, dtype, count)])
 
 
+def biased_rows(length: int, dtype: torch.dtype, rows: int, in_place: bool) -> Kernel:
+    """Rows times a row, plus the exponential of another, and a number; a store of a row in each row."""
+    body, row, column = KernelBuilder(), Axis("i", rows), Axis("j", length)
+    at, result = as_index(row) * length + column, "x" if in_place else "out"
+
+    def load(name: str, index: Index) -> Scalar:
+        value = body.load(name, index, dtype)
+        return value.to(F32) if dtype in (BF16, torch.float16) else value
+
+    scale, number = load("w", as_index(column)), load("n", ZERO)
+    bias = load("b", as_index(column) + 1)
+    bias = bias.exp() if dtype.is_floating_point else bias
+    body.store(result, at, (load("x", at) * scale + bias + number).to(dtype))
+    body.store("rows", at, body.load("w", as_index(column), dtype))
+    count = rows * length
+    inputs = [*([] if in_place else [Buffer("x", dtype, count)]), Buffer("w", dtype, length)]
+    inputs += [Buffer("b", dtype, length + 1), Buffer("n", dtype, 1)]
+    return body.finish([row, column], [], inputs, [Buffer(result, dtype, count), Buffer("rows", dtype, count)])
+
+
 ROW_CASES = list(product((2, 3, 4, 5, 7, 8, 11, 15, 16, 21), DTYPES, (0, GAP)))
 SCAN_CASES = list(product(("cumsum", "cumprod", "cummax", "logcumsumexp"), (3, 7, 20), (F32, BF16, torch.int64)))
 SCAN_CASES = [case for case in SCAN_CASES if case[0] != "logcumsumexp" or case[2] is not torch.int64]
 
 UNEVEN_CASES = list(product((5, 7, 15, 16, 31, 37, 63, 65), DTYPES, (False, True)))
 
+BIAS_CASES = list(product((2, 3, 5, 10, 15, 17, 20, 31, 63), DTYPES, (1111, 2000), (False, True)))
+
+compiled_biased_rows = compiled_together(biased_rows)
 compiled_uneven_rows = compiled_together(uneven_rows)
 compiled_rows = compiled_together(rows_of)
 compiled_scans = compiled_together(lambda kind, length, dtype, rows: scans_of(kind, length, dtype))
@@ -100,3 +124,27 @@ def test_rows_of_uneven_length_end_with_a_block_that_overlaps(length: int, dtype
         assert "widen(" in source, "blocks are converted instead"
     else:
         assert ("const int64_t start = fxwrap::min<int64_t>(" in source) == overlaps
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.usefixtures("compiled_biased_rows")
+@pytest.mark.parametrize(("length", "dtype", "rows", "in_place"), BIAS_CASES, ids=str)
+def test_rows_that_repeat_values_are_one_long_row(length: int, dtype: torch.dtype, rows: int, in_place: bool) -> None:
+    source = check(biased_rows(length, dtype, rows, in_place))
+    assert source.count("_table[start + i_] = ") == (3 if dtype in (BF16, torch.float16) else 2)
+    assert f"for (int64_t start = 0; start < {rows * length}; start += " in source
+
+
+@pytest.mark.parametrize("hindrance", ["few rows", "whole vectors", "long rows", "values of rows", "gaps"])
+def test_other_rows_have_loops_of_their_own(hindrance: str) -> None:
+    length = {"whole vectors": 32, "long rows": 100}.get(hindrance, 10)
+    body, row, column = KernelBuilder(), Axis("i", 3 if hindrance == "few rows" else 3000), Axis("j", length)
+    at = as_index(row) * (length + (hindrance == "gaps")) + column
+    value = body.load("x", at, F32) * body.load("w", as_index(column), F32)
+    value = value + body.load("r", as_index(row), F32) if hindrance == "values of rows" else value
+    body.store("out", at, value)
+    count = 3000 * (length + 1)
+    inputs = [Buffer(name, F32, size) for name, size in (("x", count), ("w", length), ("r", 3000))]
+    used = inputs if hindrance == "values of rows" else inputs[:2]
+    kernel = body.finish([row, column], [], used, [Buffer("out", F32, count)])
+    assert "_table" not in print_cpp_kernel(kernel).source
