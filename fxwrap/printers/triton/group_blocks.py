@@ -98,13 +98,19 @@ class GroupBlockPrinter(DotPrinter):
         self.tile = Tile((dimension,), self.whole.outer)
         self.dimension_of, self.masks = dict.fromkeys(dimension.axes, 0), {0: mask}
         self._analyze_dimensions()
-        for position in sorted(self.kernel.backward_slice([group.operation])):
-            self.results.pop(position, None)
+        computed = sorted(self.kernel.backward_slice([group.operation]))
+        for position in computed:
             self._operation(position, looped=True)
         self.line(f"{holds} = {mask} & ({condition(self._value(group.operation))})")
+        for position in computed:
+            self.results.pop(position, None)
         self._enter(self.result_block)
         self.index_printer, self.masks, self.positions = saved
         return holds
+
+    def _emit_looped(self) -> None:
+        with self.nested(f"if {self.first_row} < {self.end}:"):
+            super()._emit_looped()
 
     def _emit_groups(
         self,
@@ -114,7 +120,5 @@ class GroupBlockPrinter(DotPrinter):
         of_group: frozenset[int],
     ) -> None:
         """Prints the sums of the block's group."""
-        steps = self._stable_name("steps")
         size = self.index_printer.size(self._dimension("r").size)
-        self.line(f"{steps} = tl.where({self.first_row} < {self.end}, {size}, 0)")
-        self._emit_sums_of_group(self.group_number, targets, prologues, of_group, steps)
+        self._emit_sums_of_group(self.group_number, targets, prologues, of_group, size)
