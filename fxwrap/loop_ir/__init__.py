@@ -5,6 +5,7 @@ from fxwrap.loop_ir.atoms import *
 from fxwrap.loop_ir.body_operations import *
 from fxwrap.loop_ir.builder import *
 from fxwrap.loop_ir.canonicalize import *
+from fxwrap.loop_ir.checked_rows import *
 from fxwrap.loop_ir.column_parts import *
 from fxwrap.loop_ir.complementary_loads import *
 from fxwrap.loop_ir.contraction import *

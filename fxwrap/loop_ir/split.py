@@ -51,10 +51,14 @@ _KINDS_WITH_IDENTITY = frozenset({"sum", "prod", "any", "all", "max", "min", "so
 
 @dataclass(frozen=True)
 class SplitKernel:
-    """The kernels that replace one, in order, and their temporary buffers."""
+    """The kernels that replace one, in order, and their temporary buffers.
+
+    `matmul` is the number of the kernel that computes the sums of a matmul.
+    """
 
     kernels: tuple[Kernel, ...]
     temporaries: tuple[Buffer, ...]
+    matmul: int = 0
 
 
 def split_reductions(

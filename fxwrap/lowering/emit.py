@@ -370,11 +370,12 @@ class LineEmitter:
             type_ = TensorType(buffer.dtype, (buffer.extent,), (1,), plan.members[0].definition.device)
             values[buffer.name] = self.builder.add_buffer(f"{built.outputs[0].name}_parts", type_)
             self.builder.emit(Alloc(values[buffer.name], origin=origin))
+        matmul = kernels[0 if split is None else split.matmul]  # others combine the parts of sums, or check rows
         for original in kernels:
             kernel, formulas = hoist_expressions(original)
-            matmuls = tuple(filter(self.schedules.is_matmul, built.computed)) if original is kernels[0] else ()
+            matmuls = tuple(filter(self.schedules.is_matmul, built.computed)) if original is matmul else ()
             part = built if split is None else replace(built, name=part_name(kernel, built.name))
-            try:  # only the first kernel computes matmuls: others combine the parts of sums
+            try:
                 printed = self._print_kernel(plan, kernel, part, formulas, language, is_matmul=bool(matmuls))
             except ScheduleError:
                 self._decline_matmuls(matmuls)

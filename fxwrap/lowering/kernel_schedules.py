@@ -20,6 +20,7 @@ from fxwrap.loop_ir import (
     hoist_expressions,
     parallel_column_block,
     reduces_columns,
+    split_checked_rows,
     split_columns,
     split_reductions,
     split_rows,
@@ -105,7 +106,7 @@ class KernelSchedules:
         members = {plan.definition, *[member.definition for member in kernel.members]}
         built = self._built(joined_plan(kernel, mapping, plan, trace), self._stored(members), self.plan)
         split = self.split(built, kernel.device_type)
-        if split is None or len(split.kernels) != 2:
+        if split is None or len(split.kernels) != 2 or split.matmul:
             return False
         first = split.kernels[0]
         columns = () if built.axes else first.axes[1:]
@@ -163,7 +164,7 @@ class KernelSchedules:
     def _is_schedulable(self, kernel: KernelPlan, stored: Collection[Definition], plan: MaterialisationPlan) -> bool:
         built = self._built(kernel, stored, plan)
         split = self.split(built, kernel.device_type)
-        first, formulas = hoist_expressions(built if split is None else split.kernels[0])
+        first, formulas = hoist_expressions(built if split is None else split.kernels[split.matmul])
         device = kernel.members[0].definition.device
         language = self.request.options.text_language(device.type)
         symbols = self.builder.state.symbols
@@ -171,7 +172,7 @@ class KernelSchedules:
         return has_schedule(kernel_request(symbols, first, formulas, language, device, spec, is_matmul=True))
 
     def split(self, kernel: Kernel, device_type: str) -> SplitKernel | None:
-        """Returns the kernels that replace one with long reductions, of which the first computes its matmuls."""
+        """Returns the kernels that replace one with long reductions, or with checks of the rows of a matmul."""
         spec = self._specs[device_type]
         if kernel.symbols:
             return _split(kernel, spec, self.hint)
@@ -188,6 +189,17 @@ def _stores_along(kernel: Kernel, axes: Collection[Axis]) -> bool:
 def _split(kernel: Kernel, spec: DeviceSpec, hint: Callable[[Size], int]) -> SplitKernel | None:
     if not spec.massively_parallel:
         return split_columns(kernel)
+    checked = split_checked_rows(kernel, hint)
+    if checked is None:
+        return _split_reductions(kernel, spec, hint)
+    check, matmul = checked.kernels
+    split = _split_reductions(matmul, spec, hint)
+    if split is None:
+        return checked
+    return SplitKernel((check, *split.kernels), (*checked.temporaries, *split.temporaries), matmul=1)
+
+
+def _split_reductions(kernel: Kernel, spec: DeviceSpec, hint: Callable[[Size], int]) -> SplitKernel | None:
     if not kernel.reduces_in_steps:
         return split_reductions(kernel, hint, spec.multiprocessors)
     block = parallel_column_block(kernel, hint, spec.multiprocessors)

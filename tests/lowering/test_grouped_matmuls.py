@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 import fxwrap
 from fxwrap import Options
+from fxwrap.devices import CPU
 from fxwrap.lines import ExternCall, Launch
 from tests.support.capture import recording_backend
 
@@ -72,3 +74,23 @@ def test_rows_may_be_of_any_number() -> None:
         torch.testing.assert_close(function(x, into, ends).double(), exact(x, into, ends), rtol=2e-2, atol=2e-2)
     (program,) = programs
     assert_blocks_of_groups(program)
+
+
+def gathered(x: Tensor, tokens: Tensor, into: Tensor, ends: Tensor) -> Tensor:
+    return functional.silu(torch._grouped_mm(x[tokens], into.transpose(1, 2), ends))
+
+
+def test_gathered_rows_are_checked_before() -> None:
+    """The kernel of a matmul has no assertion, whose call would keep a GPU's matrix instructions from overlapping."""
+    x, into, ends = operands([90, 0, 60], dtype=torch.bfloat16)
+    tokens = torch.arange(150).flip(0)
+    device = dataclasses.replace(CPU, massively_parallel=True)
+    options = Options(matmul_kernels="generated", cpu_kernels="triton", compile_cache=False, devices=(device,))
+    program = fxwrap.compile_graph(make_fx(gathered)(x, tokens, into, ends), (x, tokens, into, ends), options=options)
+    launches = [line for line in program.program.lines() if isinstance(line, Launch)]
+    texts = [program.program.kernel(line.kernel).source for line in launches]
+    assert ["tl.device_assert" in text for text in texts] == [False, True, False] and "tl.dot" in texts[2]
+    (result,) = program(x, tokens, into, ends)
+    torch.testing.assert_close(result.double(), exact(x[tokens], into, ends), rtol=2e-2, atol=2e-2)
+    with pytest.raises(IndexError, match="out of bounds for a dimension of size 150"):
+        program(x, tokens + 1, into, ends)
