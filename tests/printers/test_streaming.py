@@ -309,6 +309,14 @@ def test_wide_heads_fit_in_shared_memory() -> None:
             assert rows * width * 2 <= 227 << 10, (width, first)
 
 
+@pytest.mark.parametrize(("keys", "stages"), [(40, 1), (64, 1), (65, 2), (128, 2), (512, 3)])
+def test_few_rows_have_no_more_stages_than_blocks_of_keys(keys: int, stages: int) -> None:
+    few, many = [attention_kernel(rows=rows, keys=keys, width=64, dtype=torch.float16) for rows in (4, 512)]
+    first = streaming_configurations(few, int)[0]
+    assert (first.key_block, first.num_stages) == (64, stages)
+    assert streaming_configurations(many, int)[0].num_stages == 2
+
+
 def test_configurations_follow_from_the_form_of_a_kernel() -> None:
     """Few rows of half precision have blocks of their own, and only half precision limits registers."""
     half = [attention_kernel(rows=rows, keys=512, width=64, dtype=torch.float16) for rows in (4, 512)]

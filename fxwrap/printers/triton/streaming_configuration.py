@@ -54,12 +54,13 @@ def streaming_configurations(
     elif is_half and matrices == 2 and any(isinstance(item, Load) for item in biases):
         table = _LOADED_BIAS
     branches = is_half and rows > _FEW_ROWS and _has_one_loop(matrices, width, bool(biases), parts)
+    positions = max(hint(product([axis.size for axis in parts.axes])), 1)
     candidates = [
         StreamingConfiguration(
             row_block=min(r, rows),
             key_block=min(k, keys),
             num_warps=warps,
-            num_stages=stages,
+            num_stages=min(stages, -(-positions // k)) if table is _DECODING else stages,
             max_registers=registers,
             branches=branches,
             splits=rows > _FEW_ROWS,
@@ -218,6 +219,7 @@ _DECODING: _Table = {
     128: [(32, 64, 4, 3, 0), (32, 32, 4, 3, 0), (32, 128, 4, 2, 0), (32, 128, 8, 2, 0), (32, 64, 8, 3, 0)],
     256: [(32, 32, 4, 2, 0), (32, 16, 4, 2, 0), (32, 64, 4, 2, 0)],
 }
+"""There are no more stages than blocks of positions: launches beside a kernel of much shared memory are slower."""
 
 _LOADED_BIAS: _Table = {
     64: [(64, 64, 4, 2, 168), (64, 128, 4, 2, 0), (64, 64, 4, 3, 168), (128, 64, 4, 2, 0), (64, 64, 4, 2, 128)],
