@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fxwrap.devices import TRITON, WARP_LANES, DeviceSpec
 from fxwrap.devices.kernel_names import EARLY_READS, is_printed
 from fxwrap.lines import Launch
-from fxwrap.printers import Signal, add_dependent_launch, is_waiting, pipelined_bytes
+from fxwrap.printers import Signal, add_dependent_launch, fills_wait, is_waiting, pipelined_bytes
 from fxwrap.symbolic import product
 from fxwrap.wrapper_ir import (
     Block,
@@ -31,6 +31,9 @@ _RESIDENT_WARPS = 64
 
 _FEW_REGISTERS = 64
 """The registers of a thread whose number is not limited."""
+
+_REGISTER_UNIT, _MOST_REGISTERS = 8, 255
+"""Registers of a thread are a multiple of the one, and at most the other."""
 
 _MANY_PROGRAMS = 4
 """The programs of a processor of which one more or less is a small part of its work."""
@@ -53,51 +56,73 @@ def insert_dependent_launches(program: Program, specs: Mapping[str, DeviceSpec])
 class _DependentLaunches:
     """The pass over one program.
 
-    Fields: `unwritten` has, for each kernel with a dependent launch, the tensors that it may read early; `signals` has,
-    for each kernel of a chain, when the next launch may start; `shared_bytes` the results of `_shared_bytes`.
+    Fields: `early` has, for each launch that may be dependent, by its identity, the tensors that it may read early, and
+    `unwritten` those that all such launches of a kernel may; `signals` has, for each kernel of a chain, when the next
+    launch may start; `shared_bytes` and `early_loaders` the results of `_shared_bytes` and `_loads_early`.
     """
 
     original: Program
     specs: Mapping[str, DeviceSpec]
+    early: dict[int, frozenset[int]] = field(default_factory=dict)
     unwritten: dict[str, frozenset[int]] = field(default_factory=dict)
     signals: dict[str, Signal] = field(default_factory=dict)
     shared_bytes: dict[str, int] = field(default_factory=dict)
+    early_loaders: dict[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        program = self.original
         printed = [
-            item for item in self.original.kernels
+            item for item in program.kernels
             if item.language == TRITON.name and is_printed(item.source) and not is_waiting(item.source)
         ]  # fmt: skip
         self.warps = {item.name: int(dict(item.options).get("num_warps", 4)) for item in printed}
+        self.limits = {item.name: int(dict(item.options).get("maxnreg", 0)) for item in printed}
+        launches: dict[str, list[Launch]] = {}
+        self._find_dependent(program.body, program_arguments(program), launches)
+        for _, block in program.functions:
+            self._find_dependent(block, block.arguments, launches)
+        for name, items in launches.items():
+            self.limits[name] = max(self._even_registers(items), self.limits[name])
         self.registers = {
-            item.name: WARP_LANES * self.warps[item.name] * int(dict(item.options).get("maxnreg", _FEW_REGISTERS))
-            for item in printed
-        }  # fmt: skip
+            name: WARP_LANES * self.warps[name] * (limit or _FEW_REGISTERS) for name, limit in self.limits.items()
+        }
 
     def program(self) -> Program:
         """Returns the program with dependent launches."""
         program = self.original
-        body = self._block(program.body, program_arguments(program))
-        functions = tuple([(name, self._block(block, block.arguments)) for name, block in program.functions])
+        body = self._block(program.body)
+        functions = tuple([(name, self._block(block)) for name, block in program.functions])
         if not self.unwritten:
             return program
         kernels = tuple([self._waiting(item) if item.name in self.signals else item for item in program.kernels])
         return program.replace(body=body, functions=functions, kernels=kernels)
 
-    def _block(self, block: Block, arguments: Collection[Value]) -> Block:
-        root_of, chain, lines = alias_roots(block.lines, arguments), LaunchChain(), []
-        later = self._large_launches(block)
+    def _find_dependent(self, block: Block, arguments: Collection[Value], launches: dict[str, list[Launch]]) -> None:
+        """Finds the launches of a block that may be dependent; adds all that may wait to those of their kernels."""
+        root_of, chain = alias_roots(block.lines, arguments), LaunchChain()
+        before = False
+        for line in block.lines:
+            for _, nested in blocks(line):
+                self._find_dependent(nested, nested.arguments, launches)
+            waits = isinstance(line, Launch) and self._may_wait(line)
+            if isinstance(line, Launch) and waits:
+                launches.setdefault(line.kernel, []).append(line)
+                if before and chain.conflict(line, (), root_of) is None:
+                    early = self.early[id(line)] = chain.unwritten(line, root_of)
+                    self.unwritten[line.kernel] = self.unwritten.get(line.kernel, early) & early
+                before = True
+            chain.add(line, waits, root_of)
+
+    def _block(self, block: Block) -> Block:
+        lines, later = [], self._large_launches(block)
         earlier: Launch | None = None  # the launch that may still run when the one before waits
         before: Launch | None = None
         for line in block.lines:
-            inner = {name: self._block(nested, nested.arguments) for name, nested in blocks(line)}
+            inner = {name: self._block(nested) for name, nested in blocks(line)}
             new: LineBase = line.replace(**inner) if inner else line
-            waits = isinstance(line, Launch) and self._may_wait(line)
-            if isinstance(line, Launch) and waits:
-                if before is not None and chain.conflict(line, (), root_of) is None:
+            if isinstance(line, Launch) and self._may_wait(line):
+                if before is not None and id(line) in self.early:
                     new = line.replace(dependent=True)
-                    early = chain.unwritten(line, root_of)
-                    self.unwritten[line.kernel] = self.unwritten.get(line.kernel, early) & early
                     signal = self._signal(earlier, before, line, later.get(id(line)))
                     self.signals[before.kernel] = min(self.signals.get(before.kernel, signal), signal)
                     self.signals.setdefault(line.kernel, Signal.AT_START)
@@ -105,9 +130,31 @@ class _DependentLaunches:
                 else:
                     earlier = None
                 before = line
-            chain.add(line, waits, root_of)
             lines.append(new)
         return Block(block.arguments, tuple(lines))
+
+    def _even_registers(self, launches: Sequence[Launch]) -> int:
+        """Returns the registers of a thread with which processors have room for their parts of the programs alone.
+
+        Then programs spread evenly wherever the first ones start. 0 where these load little early, run in several
+        waves, or have no limit, and where no number of registers does that.
+        """
+        kernel, spec = launches[0].kernel, self._spec(launches[0])
+        counts = {programs if isinstance(programs := product(line.grid), int) else 0 for line in launches}
+        part = math.ceil(max(counts) / spec.multiprocessors)
+        threads, limit = WARP_LANES * self.warps[kernel], self.limits[kernel]
+        if len(counts) > 1 or not limit or not 0 < part * threads * limit <= spec.registers:
+            return 0
+        registers = min(spec.registers // (part * threads) // _REGISTER_UNIT * _REGISTER_UNIT, _MOST_REGISTERS)
+        is_even = spec.registers // (registers * threads) == part
+        return registers if is_even and self._loads_early(kernel) else 0
+
+    def _loads_early(self, name: str) -> bool:
+        """Whether a kernel loads so much before it waits that an early start pays off."""
+        if name not in self.early_loaders:
+            kernel, unwritten = self.original.kernel(name), self.unwritten.get(name, frozenset())
+            self.early_loaders[name] = fills_wait(kernel.source, kernel.signature, kernel.options, unwritten)
+        return self.early_loaders[name]
 
     def _may_wait(self, line: Launch) -> bool:
         on_device = bool(line.outs) and line.outs[0].tensor_type.device.type in self.specs
@@ -154,7 +201,8 @@ class _DependentLaunches:
 
         They do if processors have registers and shared memory for all of them, and registers for those of the launch
         `later`. Where there is not so much, programs that start later are a small part of a processor's work if it has
-        many: those of the launch where shared memory does not suffice, those of `later` where registers do not.
+        many: those of the launch where shared memory does not suffice, or where they load much before they wait, those
+        of `later` where registers do not.
         """
         if self._is_small(earlier):
             return True
@@ -163,13 +211,16 @@ class _DependentLaunches:
         if len(counts) < len(launches):
             return False
         programs = [(item.kernel, count / spec.multiprocessors) for item, count in zip(launches, counts, strict=True)]
+        has_many = counts[-1] >= _MANY_PROGRAMS * spec.multiprocessors
+        if has_many and self._loads_early(line.kernel):
+            return True
         registers = sum([number * self.registers[name] for name, number in programs])
         following = 0 if later is None else product(later.grid)
         if later is not None and isinstance(following, int) and following < _MANY_PROGRAMS * spec.multiprocessors:
             registers += following / spec.multiprocessors * self.registers[later.kernel]
         if registers > spec.registers:
             return False
-        if counts[-1] >= _MANY_PROGRAMS * spec.multiprocessors:
+        if has_many:
             return True
         return sum([number * self._shared_bytes(name) for name, number in programs]) <= spec.shared_memory_bytes
 
@@ -194,5 +245,6 @@ class _DependentLaunches:
         source, read = add_dependent_launch(
             kernel.source, kernel.signature, kernel.options, unwritten, self.signals[kernel.name]
         )
-        options = tuple(sorted({**dict(kernel.options), EARLY_READS: " ".join(map(str, read))}.items()))
+        limit = {"maxnreg": self.limits[kernel.name]} if self.limits[kernel.name] else {}
+        options = tuple(sorted({**dict(kernel.options), **limit, EARLY_READS: " ".join(map(str, read))}.items()))
         return replace(kernel, source=source, options=options)

@@ -25,6 +25,7 @@ from fxwrap.printers.triton import (
     leaves_idle,
     print_triton,
 )
+from fxwrap.printers.triton import fills_wait as fills_wait
 from fxwrap.printers.triton import is_waiting as is_waiting
 from fxwrap.printers.triton import pipelined_bytes as pipelined_bytes
 from fxwrap.regions import Region

@@ -192,6 +192,53 @@ def test_launches_that_small_ones_let_start_need_registers(after: int, registers
     assert signal_beside(lines, KernelDefinition("other", "triton", SOURCE, ("*f32",) * 3, options)) is signal
 
 
+MUCH, LITTLE = 4096, 1024
+"""Elements of a program of four warps, so that a thread loads 128 and 32 bytes before it waits."""
+
+
+@pytest.mark.parametrize(
+    ("after", "block", "signal"),
+    [(528, MUCH, Signal.AT_START), (4000, MUCH, Signal.AT_START), (500, MUCH, Signal.AFTER_WAIT),
+     (4000, LITTLE, Signal.AFTER_WAIT)],
+)  # fmt: skip
+def test_many_programs_that_load_much_early_start_beside_others(after: int, block: int, signal: Signal) -> None:
+    """Behind a small launch, which they let start at once, although registers do not suffice for all of them."""
+    options = (("X_BLOCK", block), ("num_warps", 4))
+    lines = f"""%a = memory.alloc() : {F}
+        kernel.launch @other(%x, %w) outs=(%a) grid=(4000, 1, 1)
+        kernel.launch @k(%a, %w) outs=(%c)
+        %y = memory.alloc() : {F}
+        kernel.launch @other(%c, %v) outs=(%y) grid=({after}, 1, 1)
+        memory.free(%a)
+        control.return(%y)"""
+    assert signal_beside(lines, KernelDefinition("other", "triton", SOURCE, ("*f32",) * 3, options)) is signal
+
+
+@pytest.mark.parametrize(
+    ("grids", "block", "limit", "registers"),
+    [((384, 384), MUCH, 128, 168), ((256, 256), MUCH, 128, 255), ((264, 264), MUCH, 168, 255),
+     ((128, 128), MUCH, 128, 128), ((600, 600), MUCH, 128, 128), ((384, 256), MUCH, 128, 128),
+     ((384, 384), LITTLE, 128, 128), ((384, 384), MUCH, 0, 0)],
+)  # fmt: skip
+def test_programs_of_one_wave_take_all_registers(
+    grids: tuple[int, int], block: int, limit: int, registers: int
+) -> None:
+    """Those of a processor's part, if they load much early: else they run beside programs of other launches."""
+    options = [("X_BLOCK", block), *([("maxnreg", limit)] if limit else []), ("num_warps", 4)]
+    lines = f"""%a = memory.alloc() : {F}
+        kernel.launch @k(%x, %w) outs=(%a) grid=(896, 1, 1)
+        kernel.launch @other(%a, %w) outs=(%c) grid=({grids[0]}, 1, 1)
+        %y = memory.alloc() : {F}
+        kernel.launch @other(%c, %v) outs=(%y) grid=({grids[1]}, 1, 1)
+        memory.free(%a)
+        control.return(%y)"""
+    program = program_of(lines)
+    other = KernelDefinition("other", "triton", SOURCE, ("*f32",) * 3, tuple(sorted(options)))
+    program = insert_dependent_launches(program.replace(kernels=(program.kernel("k"), other)), {"cuda": CUDA})
+    assert dict(program.kernel("other").options).get("maxnreg", 0) == registers
+    assert registers == limit or signal_of(program.kernel("k").source) is Signal.AT_START
+
+
 def test_a_kernel_signals_when_all_its_launches_may() -> None:
     """The first of a chain may at its start, the second, behind a large one, after its wait."""
     lines = f"""%a = memory.alloc() : {F}

@@ -18,6 +18,7 @@ from fxwrap.printers.triton import (
     add_dependent_launch,
     combine_triton_kernels,
     configurations,
+    fills_wait,
     print_triton,
 )
 from tests.printers.test_cpp_printer_contractions import matmul
@@ -100,6 +101,15 @@ def test_a_row_of_weights_is_loaded_before_the_wait() -> None:
     text = check(kernel, configuration, transform=make_waiting(1), tolerance=0.1)
     assert early_lines(text)[-1].startswith("b_early = tl.load(b_ptr + ")
     assert "b_early.to(tl.float32)" in text and text.count("tl.load(b_ptr") == 1
+
+
+@pytest.mark.parametrize(("products", "fills"), [(8192, True), (4096, True), (2048, False)])
+def test_a_row_that_fills_the_wait(products: int, fills: bool) -> None:
+    """A thread loads 128, 64 or 32 bytes of weights before the wait."""
+    configuration = replace(configurations(row_times_matrix(4, products))[0], looped=False, r_block=products, y_block=1)
+    printed = print_triton(row_times_matrix(4, products), replace(configuration, num_warps=4, num_stages=1))
+    assert fills_wait(printed.source, printed.signature, printed.options, (1,)) is fills
+    assert not fills_wait(printed.source, printed.signature, printed.options, ())
 
 
 def test_nothing_is_read_early_if_all_may_be_written() -> None:

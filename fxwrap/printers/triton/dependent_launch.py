@@ -57,10 +57,32 @@ def add_dependent_launch(
         unwritten: the positions of tensors that no launch writes which may run while the kernel starts.
         signal: when the next kernel may start.
     """
+    return _prelude_of(source, signature, options, unwritten).text(signal)
+
+
+def fills_wait(
+    source: str, signature: tuple[str, ...], options: Sequence[tuple[str, object]], unwritten: Collection[int]
+) -> bool:
+    """Whether a printed kernel with both instructions loads much before the wait: half of what a thread may at least.
+
+    Args:
+        source: the kernel's source, without the instructions.
+        signature: of the kernel.
+        options: of the kernel.
+        unwritten: the positions of tensors that no launch writes which may run while the kernel starts.
+    """
+    prelude = _prelude_of(source, signature, options, unwritten)
+    prelude.text(Signal.AT_START)
+    return 2 * prelude.loaded_bytes >= _LOADED_BYTES
+
+
+def _prelude_of(
+    source: str, signature: tuple[str, ...], options: Sequence[tuple[str, object]], unwritten: Collection[int]
+) -> _Prelude:
     kernel = KernelSource(source, signature, {name: item for name, item in options if name.isupper()})
     warps = dict(options).get("num_warps", 4)
     assert isinstance(warps, int), "the number of warps is an integer"
-    return _Prelude(kernel, frozenset(unwritten), warps).text(signal)
+    return _Prelude(kernel, frozenset(unwritten), warps)
 
 
 def is_waiting(source: str) -> bool:
