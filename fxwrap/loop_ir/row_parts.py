@@ -32,7 +32,10 @@ _PART_ELEMENTS = 1 << 17
 """The most elements of a part, whose columns a program sums one after the other: more would lose precision."""
 
 _MIN_PART_ROWS = 16
-"""The fewest rows of a part: fewer would transfer as much for partial results as for rows."""
+"""The fewest rows of a part: fewer would transfer as much for partial results as for rows.
+
+Parts have half or a fourth of them where these would leave more than a fourth of the multiprocessors idle.
+"""
 
 
 @dataclass(frozen=True)
@@ -114,8 +117,11 @@ def split_rows(kernel: Kernel, hint: Callable[[Size], int], multiprocessors: int
     columns = max(hint(product([axis.size for axis in form.columns])), 1)
     programs = multiprocessors * min(max(_PROGRAM_COLUMNS // (2 * columns), 1), _MOST_PROGRAMS)
     wanted = -(-hint(count) // programs)
-    size = max(min(wanted, _PART_ELEMENTS // columns), _MIN_PART_ROWS)
-    size = -(-size // _PART_ROW_MULTIPLE) * _PART_ROW_MULTIPLE
+    least = _MIN_PART_ROWS
+    while least > _PART_ROW_MULTIPLE and 4 * hint(count) < 3 * least * multiprocessors:
+        least //= 2
+    size = max(min(wanted, _PART_ELEMENTS // columns), least)
+    size = least if size < _MIN_PART_ROWS else -(-size // _PART_ROW_MULTIPLE) * _PART_ROW_MULTIPLE
     part, inner = Axis("part", ceiling_divide(count, size)), Axis("inner", size)
     position = as_index(part) * size + inner
     old = delinearize_index(position, [axis.size for axis in form.rows])

@@ -40,13 +40,19 @@ def hint(size: Size) -> int:
 
 
 @pytest.mark.parametrize("kind", ["sum", "max", "min", "prod"])
-@pytest.mark.parametrize(("rows", "parts"), [(64, 4), (70, 5), (9, 1)])
+@pytest.mark.parametrize(("rows", "parts"), [(64, 4), (70, 5), (40, 5), (9, 3)])
 def test_parts_combine_to_the_whole(kind: str, rows: int, parts: int) -> None:
     kernel = backward(rows, 5, kind)
     split = split_rows(kernel, hint, 4)
     assert split is not None and len(split.kernels) == 2
     assert split.kernels[0].count == parts
     check(kernel, split)
+
+
+def test_few_long_rows_are_parts_for_all_multiprocessors() -> None:
+    for rows, parts in ((768, 192), (1024, 128), (2112, 132)):
+        split = split_rows(backward(rows, 4096), hint, 132)
+        assert split is not None and split.kernels[0].count == parts
 
 
 def test_symbolic_rows_are_in_parts_of_one_size() -> None:
