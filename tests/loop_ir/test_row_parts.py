@@ -136,3 +136,13 @@ def test_every_configuration_equals_the_evaluator(rows: int, columns: int, kinds
     for item in (candidates[0], small, dataclasses.replace(small, chunk=16)):
         text = check_printed(kernel, item)
         assert text.count("tl.load(x_ptr") == 1 and ("CHUNK_BLOCK" in text) == bool(item.chunk)
+
+
+def test_accesses_that_are_contiguous_across_rows_are_of_whole_sectors() -> None:
+    """As of the layer norm of channels-first sequences: the default has eight rows of four bytes at once."""
+    text = str(backward(64, 640)).replace("[640*i + j]", "[i + 64*j]")
+    split = split_rows(parse_kernel(text), hint, 3)
+    assert split is not None
+    first = configurations(split.kernels[0])[0]
+    assert first.row_block >= 8 and not first.chunk
+    check_printed(split.kernels[0], first)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fxwrap.devices import WARP_LANES, DeviceSpec
-from fxwrap.loop_ir import OPERATIONS, Compute, Kernel, Load, Reduce, RowsAndColumns, has_accesses_across_rows
+from fxwrap.loop_ir import ONE, OPERATIONS, Compute, Kernel, Load, Reduce, RowsAndColumns, has_accesses_across_rows
 from fxwrap.printers.triton.accesses import (
     VECTOR_BYTES,
     Hint,
@@ -221,7 +221,8 @@ def row_part_configurations(
     """Returns configurations of whole rows in a loop, whose columns are accumulated.
 
     Unaligned rows are first in chunks, as are others later, where each element is an access of its own. Loads at
-    quotients and remainders, as of windows, are first without a pipeline.
+    quotients and remainders, as of windows, are first without a pipeline. Where accesses are contiguous across rows,
+    most rows at once are first, so that accesses are of whole sectors.
     """
     block = next_power_of_2(hint(product([axis.size for axis in form.columns])))
     size = next_power_of_2(hint(product([axis.size for axis in form.rows])))
@@ -234,6 +235,9 @@ def row_part_configurations(
     tiles: Sequence[tuple[int, int, int]] = _ROW_PART_TILES if block <= _ROW_TILE else _LONG_ROW_PART_TILES
     if any(load.index.stride(axis) is None for load in full_tile_loads(kernel) for axis in load.index.axes()):
         tiles = sorted(tiles, key=lambda tile: tile[2])
+    across = [load.index.stride(form.rows[-1]) == ONE for load in full_tile_loads(kernel)]
+    if 2 * sum(across) > len(across):
+        tiles = sorted(tiles, key=lambda tile: -tile[0] * tile[1] if tile[2] == 1 else 0)
     for elements, warps, stages in tiles if vector is None else _UNALIGNED_ROW_PART_TILES:
         rows = min(max(WARP_LANES * warps * elements // block, 1), size)
         chunk = WARP_LANES * (vector or whole_vector) * max(warps // rows, 1)
