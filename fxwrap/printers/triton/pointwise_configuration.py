@@ -48,7 +48,7 @@ _MIN_GATHERED_LOADS = 4
 """The fewest loads at computed indices whose rows and columns share what they compute."""
 
 _GATHERED_TILES = ((128, 4, 1), (64, 32, 4), (32, 64, 4), (16, 128, 4))
-"""Columns, rows and warps of tiles of such loads, the widest that a row fills first; of many loads they have half."""
+"""Columns, rows and warps of tiles of such loads, the widest first; of many loads they have half of the elements."""
 
 _SINGLE_ELEMENTS = 4
 """The elements of a thread that accesses them one by one: more need registers for addresses, and save nothing."""
@@ -112,7 +112,9 @@ def _gathered_tiles(kernel: Kernel, inner: Axis, hint: Hint) -> list[TileConfigu
     atoms = [atom for item in kernel.accesses for atom in item.index.atoms()]
     indices = {atom.operation for atom in atoms if isinstance(atom, IndirectIndex)}
     size = hint(inner.size)
-    shapes = [shape for shape in _GATHERED_TILES if -(-size // shape[0]) * shape[0] * 4 <= size * 5]
+    padded = {shape: -(-size // shape[0]) * shape[0] for shape in _GATHERED_TILES}
+    shapes = [shape for shape in _GATHERED_TILES if padded[shape] * 4 <= size * 5]
+    shapes.sort(key=lambda shape: (shape[0] < WARP_LANES, padded[shape]))  # fewest beyond a row, of equals the widest
     if not any(by_column[item] for item in indices) or any(by_column[item] and by_row[item] for item in indices):
         return []
     parts = 1 if len(loads) < MANY_LOADS else 2
