@@ -117,8 +117,7 @@ def _variant_row(writer: ArchiveWriter, variant: TritonVariant | None) -> dict[s
     """Returns a variant as JSON data; its code is in entries of the file."""
     if variant is None:
         return None
-    numbers = ("capability", "threads", "shared", "scratch")
-    row: dict[str, Any] = {name: getattr(variant, name) for name in ("name", *numbers)}
+    row: dict[str, Any] = {name: getattr(variant, name) for name in ("name", "capability", "threads", "shared")}
     row |= {name: getattr(variant, name).hex() for name in ("classes", "parameter_passing")}
     for name, content in (("cubin", variant.cubin), ("ptx", variant.ptx.encode())):
         row[name] = f"{FOLDER}/{hashlib.sha256(content).hexdigest()}.{name}"
@@ -251,7 +250,7 @@ def _variant(read: Callable[[str], bytes], row: Mapping[str, Any] | None) -> Tri
         return None
     return TritonVariant(
         str(row["name"]), read(str(row["cubin"])), read(str(row["ptx"])).decode(),
-        int(row["capability"]), int(row["threads"]), int(row["shared"]), int(row.get("scratch", 0)),
+        int(row["capability"]), int(row["threads"]), int(row["shared"]),
         bytes.fromhex(row["classes"]), bytes.fromhex(row["parameter_passing"]),
     )  # fmt: skip
 
