@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from fxwrap.loop_ir import ZERO, Axis, Buffer, Index, Kernel, KernelBuilder, Scalar, as_index
+from fxwrap.loop_ir import ZERO, Axis, Buffer, Index, Kernel, KernelBuilder, Scalar, as_index, linearize_index
 from fxwrap.printers.cpp import print_cpp_kernel
 from fxwrap.symbolic import make_symbol
 from tests.printers.cpp_kernels import BF16, F32, check, compiled_together
@@ -86,8 +86,26 @@ SCAN_CASES = [case for case in SCAN_CASES if case[0] != "logcumsumexp" or case[2
 
 UNEVEN_CASES = list(product((5, 7, 15, 16, 31, 37, 63, 65), DTYPES, (False, True)))
 
+
+def few_channels(length: int, dtype: torch.dtype, rows: int, to_rows: bool) -> Kernel:
+    """Images of few channels in another layout, scaled in float32, plus an image in the new layout, in place."""
+    body, image, row, column = KernelBuilder(), Axis("b", 2), Axis("p", rows), Axis("c", length)
+    along = linearize_index((image, row, column), (2, rows, length))
+    across = linearize_index((image, column, row), (2, length, rows))
+    source, target = (across, along) if to_rows else (along, across)
+    x, scale = body.load("x", source + 1, dtype), body.load("w", as_index(column), F32)
+    body.store("out", target, x)
+    value = x.to(F32) * scale + body.load("total", target, F32)
+    body.store("total", target, value)
+    count = 2 * rows * length
+    inputs = [Buffer("x", dtype, count + 1), Buffer("w", F32, length)]
+    return body.finish([image, row, column], [], inputs, [Buffer("out", dtype, count), Buffer("total", F32, count)])
+
+
+CHANNEL_CASES = list(product((3, 4, 5, 8, 12, 15), DTYPES, (32, 37, 70, 128), (False, True)))
 BIAS_CASES = list(product((2, 3, 5, 10, 15, 17, 20, 31, 63), DTYPES, (1111, 2000), (False, True)))
 
+compiled_few_channels = compiled_together(few_channels)
 compiled_biased_rows = compiled_together(biased_rows)
 compiled_uneven_rows = compiled_together(uneven_rows)
 compiled_rows = compiled_together(rows_of)
@@ -148,3 +166,31 @@ def test_other_rows_have_loops_of_their_own(hindrance: str) -> None:
     used = inputs if hindrance == "values of rows" else inputs[:2]
     kernel = body.finish([row, column], [], used, [Buffer("out", F32, count)])
     assert "_table" not in print_cpp_kernel(kernel).source
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.usefixtures("compiled_few_channels")
+@pytest.mark.parametrize(("length", "dtype", "rows", "to_rows"), CHANNEL_CASES, ids=str)
+def test_images_of_few_channels_are_transposed_in_blocks(
+    length: int, dtype: torch.dtype, rows: int, to_rows: bool
+) -> None:
+    source = check(few_channels(length, dtype, rows, to_rows))
+    assert source.count(f"store_columns<{length}>(") == (2 if to_rows else 0)
+    assert source.count(f"load_columns<{length}>(") == 1
+
+
+@pytest.mark.parametrize("hindrance", ["one layout", "few rows", "long rows", "a mask"])
+def test_other_images_are_not_transposed_in_blocks(hindrance: str) -> None:
+    length, rows = 40 if hindrance == "long rows" else 5, 20 if hindrance == "few rows" else 64
+    body, row, column = KernelBuilder(), Axis("p", rows), Axis("c", length)
+    along, across = as_index(row) * length + column, as_index(column) * rows + row
+    inside = body.index(as_index(row)) < 60
+    index = along if hindrance == "one layout" else across
+
+    def load() -> Scalar:
+        return body.load("x", index, F32)
+
+    body.store("out", along, body.where(inside, load, 0.5) if hindrance == "a mask" else load())
+    count = rows * length
+    kernel = body.finish([row, column], [], [Buffer("x", F32, count)], [Buffer("out", F32, count)])
+    assert "_columns<" not in print_cpp_kernel(kernel).source

@@ -32,7 +32,7 @@ from fxwrap.printers.cpp.repeated_rows import RepeatedRowPrinter, plan_repeated_
 from fxwrap.printers.cpp.scans import ColumnPrinter, RowScanPrinter
 from fxwrap.printers.cpp.statements import CppSourceWriter
 from fxwrap.printers.cpp.streaming import StreamingPrinter
-from fxwrap.printers.cpp.transposed_columns import TransposedColumnPrinter, plan_transposed_columns
+from fxwrap.printers.cpp.transposed_columns import TransposedColumnPrinter, plan_short_columns, plan_transposed_columns
 from fxwrap.printers.cpp.transposed_rows import TransposedRowPrinter, find_transposed_axis
 from fxwrap.printers.printed_kernel import SIGNATURE_TYPES, PrintedKernel
 from fxwrap.symbolic import symbol_kind
@@ -98,6 +98,9 @@ def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments:
         rows = plan_repeated_rows(kernel)
         if rows is not None:
             return RepeatedRowPrinter(rows, writer, origin_comments)
+        columns = plan_short_columns(plan)
+        if columns is not None:
+            return TransposedColumnPrinter(columns, writer, origin_comments)
         return PointwisePrinter(plan, writer, origin_comments)
     if kernel.reduces_in_steps:
         parts = find_streaming_reduction(kernel)

@@ -1,4 +1,4 @@
-"""Reductions of rows whose lanes are rows, as a softmax over a few classes, or over channels-last channels."""
+"""Kernels of rows whose lanes are rows: a softmax over a few classes, or channels-last images of few channels."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from fxwrap.loop_ir import Axis, Index, Load, Store, as_index
-from fxwrap.printers.cpp.loop_plan import LoopPlan, is_transposed
+from fxwrap.loop_ir import Axis, DeviceAssert, Index, Load, Store, as_index
+from fxwrap.printers.cpp.loop_plan import VECTOR_LANES, LoopPlan, is_transposed
 from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
 from fxwrap.printers.cpp.scans import ColumnPrinter
 from fxwrap.printers.cpp.statements import EmittedValues
@@ -17,6 +17,9 @@ ROWS = 32
 
 MAX_ROW_LENGTH = 31
 """Largest number of elements of rows. Longer ones fill vectors along them."""
+
+MIN_SHORT_ROW = 3
+"""Smallest number of elements of rows that pointwise kernels transpose: loads and stores of pairs are interleaved."""
 
 MAX_COLUMN_LENGTH = 256
 """The same where results are stored across rows: vectors along rows would have to be transposed, too."""
@@ -47,6 +50,32 @@ def plan_transposed_columns(plan: LoopPlan) -> LoopPlan | None:
             is_short = isinstance(row.size, int) and row.size <= longest
             has_rows = any(_is_row(item.index, row, lane) for item in accesses)
             return replace(plan, vector_axis=lane) if has_rows and is_short else None
+    return None
+
+
+def plan_short_columns(plan: LoopPlan) -> LoopPlan | None:
+    """Returns the plan of a pointwise kernel that accesses short rows along and across them; None for others.
+
+    The short axis is the reduced one of the plan, which has no reductions: so are images of few channels converted
+    from one layout to another.
+    """
+    kernel, operations = plan.kernel, plan.kernel.operations
+    if any(isinstance(item, DeviceAssert) for item in operations) or kernel.combines_values:
+        return None
+    accesses = [item for item in operations if isinstance(item, Load | Store)]
+    for row in kernel.axes:
+        if not isinstance(row.size, int) or not MIN_SHORT_ROW <= row.size < VECTOR_LANES:
+            continue
+        others = tuple([axis for axis in kernel.axes if axis is not row])
+        columns = plan_transposed_columns(LoopPlan(replace(kernel, axes=others, reduced=(row,)), None))
+        if columns is None or columns.vector_axis is None:
+            continue
+        lane = columns.vector_axis
+        if any(
+            row in item.index.axes() and lane in item.index.axes() and not _is_row(item.index, row, lane)
+            for item in accesses
+        ):
+            return columns
     return None
 
 
