@@ -127,17 +127,20 @@ template <class T> struct FourColumns {
 // Whether rows of so many elements are moved in fours. Blocks of sixteen elements do not fit in shorter rows.
 template <int length, class T> constexpr bool MOVES_FOURS = sizeof(T) <= 4 && length >= 4 && length < 16;
 
-// Rows as columns: columns[i * distance + j] = rows[j * stride + i], for i < length and j < count. The last blocks of rows,
-// and the last fours of elements, overlap those before them.
+// Runs block(column, row) for fours of columns in blocks of sixteen rows. The last ones overlap those before them.
+template <int length, class Body> INLINE void for_fours(int count, Body block) {
+  for (int j = 0; j < count; j += 16)
+#pragma GCC unroll 4
+    for (int i = 0; i < length; i += 4) block(fxwrap::min(i, length - 4), fxwrap::min(j, count - 16));
+}
+
+// Rows as columns: columns[i * distance + j] = rows[j * stride + i], for i < length and j < count.
 template <int length, class T>
 inline void load_columns(const T* rows, int64_t stride, int count, T* columns, int64_t distance) {
-  if constexpr (MOVES_FOURS<length, T>) {
-    using Block = FourColumns<T>;
-    for (int j = 0; j < count && count >= 16; j += 16) {
-      const int row = fxwrap::min(j, count - 16);
-#pragma GCC unroll 4
-      for (int i = 0; i < length; i += 4) {
-        const int column = fxwrap::min(i, length - 4);
+  if constexpr (MOVES_FOURS<length, T>)
+    if (count >= 16) {
+      using Block = FourColumns<T>;
+      for_fours<length>(count, [&](int column, int row) {
         typename Block::Column at[4];
 #pragma GCC unroll 4
         for (int k = 0; k < 4; ++k) at[k] = Block::load(rows + (row + k) * stride + column, stride);
@@ -145,23 +148,19 @@ inline void load_columns(const T* rows, int64_t stride, int count, T* columns, i
 #pragma GCC unroll 4
         for (int k = 0; k < 4; ++k)
           *reinterpret_cast<typename Block::Column*>(columns + (column + k) * distance + row) = at[k];
-      }
+      });
+      return;
     }
-    if (count >= 16) return;
-  }
   transpose(rows, stride, length, count, columns, distance);
 }
 
 // Columns as rows: the same in the other direction.
 template <int length, class T>
 inline void store_columns(const T* columns, int64_t distance, int count, T* rows, int64_t stride) {
-  if constexpr (MOVES_FOURS<length, T>) {
-    using Block = FourColumns<T>;
-    for (int j = 0; j < count && count >= 16; j += 16) {
-      const int row = fxwrap::min(j, count - 16);
-#pragma GCC unroll 4
-      for (int i = 0; i < length; i += 4) {
-        const int column = fxwrap::min(i, length - 4);
+  if constexpr (MOVES_FOURS<length, T>)
+    if (count >= 16) {
+      using Block = FourColumns<T>;
+      for_fours<length>(count, [&](int column, int row) {
         typename Block::Column at[4];
 #pragma GCC unroll 4
         for (int k = 0; k < 4; ++k)
@@ -169,9 +168,8 @@ inline void store_columns(const T* columns, int64_t distance, int count, T* rows
         Block::transpose(at);
 #pragma GCC unroll 4
         for (int k = 0; k < 4; ++k) Block::store(at[k], rows + (row + k) * stride + column, stride);
-      }
+      });
+      return;
     }
-    if (count >= 16) return;
-  }
   transpose(columns, distance, count, length, rows, stride);
 }
