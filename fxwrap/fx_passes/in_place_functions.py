@@ -19,7 +19,7 @@ from fxwrap.fx_passes.graph_copy import is_dense, items_of, same_layout
 from fxwrap.fx_passes.prepared_graph import Target
 from fxwrap.fx_passes.storage_aliases import nodes_by_storage
 from fxwrap.options import Options
-from fxwrap.torch_compat import FakeTensor, copy_dynamo_graph, copy_dynamo_module, set_grad_enabled
+from fxwrap.torch_compat import FakeTensor, copy_dynamo_graph, copy_dynamo_module, fake_like, set_grad_enabled
 
 _ACTIVATIONS: Mapping[Target, int] = {
     functional.relu: 1, functional.relu6: 1, functional.silu: 1, functional.mish: 1, functional.selu: 1,
@@ -38,8 +38,8 @@ def replace_in_place_functions(graph_module: GraphModule, _options: Options) -> 
     """Returns a Dynamo graph whose activations and arithmetic on computed tensors are not in place.
 
     Only on tensors of their own memory that nothing else reads after the call. Returns the graph itself if there is
-    nothing to rewrite. Replaced calls keep their example values, which share the operand's storage. Where a write would
-    destroy what was saved for a gradient, which autograd refuses, the gradient is computed.
+    nothing to rewrite. Replaced calls and their operands get example values with memory of their own. Where a write
+    would destroy what was saved for a gradient, which autograd refuses, the gradient is computed.
     """
     calls = _private_calls(list(graph_module.graph.nodes))
     if not calls:
@@ -47,6 +47,8 @@ def replace_in_place_functions(graph_module: GraphModule, _options: Options) -> 
     graph, node_map = copy_dynamo_graph(graph_module.graph)
     for call in calls:
         _replace(node_map[call])
+    for node in {*calls, *[call.all_input_nodes[0] for call in calls]}:
+        node_map[node].meta["example_value"] = fake_like(fake_of(node))
     return copy_dynamo_module(graph_module, graph)
 
 

@@ -48,6 +48,16 @@ def fake_tensor(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) 
     return FakeTensor(mode, meta, device)
 
 
+def fake_like(like: FakeTensor) -> FakeTensor:
+    """Returns a fake tensor of the same layout, with memory of its own that nothing has written."""
+    # Why: under a fake mode, an operator on fake tensors is dispatched several times.
+    with torch._C._DisableTorchDispatch(), torch._C._DisablePythonDispatcher():
+        meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+    result = fake_tensor(like.fake_mode, meta, like.device)
+    result.requires_grad_(like.requires_grad)
+    return result
+
+
 def is_plain_fake(value: object, mode: FakeTensorMode) -> bool:
     """Whether a value is a strided fake tensor of no subclass that counts writes, with symbols of a mode's ShapeEnv."""
     return (

@@ -12,7 +12,8 @@ from torch.fx import GraphModule
 from torch.nn import functional
 
 from fxwrap import Options
-from fxwrap.fx_passes import replace_in_place_functions
+from fxwrap.fx_passes import find_known_results, replace_in_place_functions
+from fxwrap.fx_passes.effects import fake_of
 
 Function = Callable[[Tensor, Tensor], object]
 
@@ -134,6 +135,27 @@ def _changed_calls(function: Function) -> int:
     x, w = _inputs(5)
     torch.compile(function, backend=backend, fullgraph=True)(x, w.requires_grad_(_has_gradient(function)))
     return sum(changed)
+
+
+def test_replaced_calls_are_repeatable() -> None:
+    """Nothing writes their example values, of which the trace of a model's layers makes copies."""
+    graphs: list[GraphModule] = []
+
+    def backend(graph_module: GraphModule, _inputs: Any) -> Any:
+        graphs.extend((graph_module, replace_in_place_functions(graph_module, Options())))
+        return graph_module
+
+    torch._dynamo.reset()
+    x, w = _inputs(5)
+    torch.compile(_chain, backend=backend, fullgraph=True)(x, w.requires_grad_())
+    counts = []
+    for graph_module in graphs:
+        calls = [node for node in graph_module.graph.nodes if node.op.startswith("call_")]
+        results = find_known_results(graph_module.graph, fake_of(calls[0]).fake_mode)
+        assert results is not None
+        assert all(fake_of(node).requires_grad for node in calls)
+        counts.append(len(results.repeatable.intersection(calls)) / len(calls))
+    assert counts[0] < counts[1] == 1
 
 
 def _results(function: Function, backend: str, dynamic: bool, size: int) -> list[Tensor]:
