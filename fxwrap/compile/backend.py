@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import permutations
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from fxwrap.caching import clear_caches
 from fxwrap.compile.compiled import Compiled
 from fxwrap.compile.compiler import collection_paused, compile_graph
 from fxwrap.compile.dynamo_pause import DynamoPause
-from fxwrap.compile.kernels import warm_up_kernel_compilers
 from fxwrap.compile.precompile import check_not_precompiling, graph_entry, savable_graph, torch_cache_key
 from fxwrap.converters.fx.module import boxed_function
 from fxwrap.debugging import with_repro_environment
 from fxwrap.errors import OptionError
 from fxwrap.fx_passes import (
-    KnownResults,
     decomposition_table,
     find_known_results,
     pack_query_groups,
@@ -36,7 +33,6 @@ from fxwrap.options import FIRST_CALL, Options, Step, enabled_steps
 from fxwrap.runtime.plain_inputs import with_plain_inputs, with_traced_boxed_inputs, with_traced_inputs
 from fxwrap.torch_compat import (
     AotGraphInfo,
-    FakeTensorMode,
     aot_autograd,
     aot_graph_info,
     are_disjoint_slices,
@@ -183,16 +179,10 @@ def _with_autograd(
         bw_compiler=compilers["backward"],
         inference_compiler=compilers["inference"],
         partition_fn=partitioner(options),
-        known_results=partial(_known_results, options),
+        known_results=find_known_results,
         decompositions=decomposition_table(options),
         keep_inference_input_mutations=True,
     )
-
-
-def _known_results(options: Options, graph: Graph, mode: FakeTensorMode) -> KnownResults | None:
-    """Returns the known results of a graph that no cache has; kernel compilers start while AOTAutograd traces it."""
-    warm_up_kernel_compilers(graph, options)
-    return find_known_results(graph, mode)
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def _compile_request(request: CompileRequest, slot: CacheSlot | None = None, *, 
     graph, options, compiled_by_key = request.graph, request.options, request.compiled_by_key
     graph_module = graph.graph_module if isinstance(graph, ExportedProgram) else graph
     request.events.record(GraphLowered(sum([node.op == "call_function" for node in graph_module.graph.nodes])))
-    warm_up_kernel_compilers(graph_module.graph, options)
+    warm_up_kernel_compilers(graph_module, options)
     history = None if options.debug is None else GraphHistory()
     prepared = _prepare(request, history)
     context = CompileContext(

@@ -9,13 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph
+from torch.fx import GraphModule
 
 from fxwrap.converters.emitted_program import EmittedProgram, kernel_uses
 from fxwrap.devices import DeviceSpec, find_language, language_traits
 from fxwrap.errors import FusionWarning, FxwrapError, NativeBuildError
 from fxwrap.events import EventLog, KernelFailed, KernelsCompiled, WarningIssued
-from fxwrap.fx_passes.effects import fake_of
 from fxwrap.garbage_collection import collect_in_pause
 from fxwrap.lines import Launch
 from fxwrap.loop_ir import accessed_bytes
@@ -46,14 +45,12 @@ class KernelFailure:
     operators: tuple[str, ...]
 
 
-def warm_up_kernel_compilers(graph: Graph, options: Options) -> None:
-    """Starts the kernel compilers while a graph is traced or lowered, if it is large enough to have many kernels.
-
-    The graph has operators, or is Dynamo's.
-    """
-    if not options.fuse or sum([node.op.startswith("call_") for node in graph.nodes]) < _MANY_CALLS:
+def warm_up_kernel_compilers(graph: GraphModule, options: Options) -> None:
+    """Starts the kernel compilers while a graph is lowered, if the graph is large enough to have many kernels."""
+    nodes = graph.graph.nodes
+    if not options.fuse or sum([node.op == "call_function" for node in nodes]) < _MANY_CALLS:
         return
-    values = [fake_of(node) for node in graph.find_nodes(op="placeholder")]
+    values = [node.meta.get("val") for node in nodes if node.op == "placeholder"]
     specs = options.device_specs()
     for device_type in sorted({value.device.type for value in values if isinstance(value, torch.Tensor)}):
         spec = specs.get(device_type)

@@ -15,7 +15,6 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache, AOTAutogradCachePickler
 from torch.compiler._cache import CacheArtifactManager
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 import fxwrap
 from fxwrap.artifact import binaries
@@ -143,16 +142,6 @@ def test_one_hash_is_the_key(torch_caches: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(AOTAutogradCachePickler, "get_hash", counted)
     assert compiles_of({"memory_planning": "none"}) == 1
     assert len(hashed) == 1
-
-
-def test_kernel_compilers_start_before_a_trace(torch_caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers are ready when the first kernel is printed. A graph in the cache needs none."""
-    modes: list[object] = []
-    monkeypatch.setattr("fxwrap.compile.backend.warm_up_kernel_compilers", lambda *_: modes.append(get_proxy_mode()))
-    assert compiles_of({"memory_planning": "reuse"}) == 1
-    assert modes == [None]
-    assert compiles_of({"memory_planning": "reuse"}) == 0
-    assert len(modes) == 1
 
 
 def test_an_entry_has_the_code_that_was_emitted(torch_caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:

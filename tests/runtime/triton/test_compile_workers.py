@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -363,7 +363,7 @@ class _Counted(WorkerPool):
         self.starts += 1
 
 
-def _chain(length: int, device: str) -> Graph:
+def _chain(length: int, device: str) -> GraphModule:
     graph = Graph()
     node = graph.placeholder("x")
     with FakeTensorMode():
@@ -371,7 +371,7 @@ def _chain(length: int, device: str) -> Graph:
     for _ in range(length):
         node = graph.call_function(torch.ops.aten.relu.default, (node,))
     graph.output((node,))
-    return graph
+    return GraphModule({}, graph)
 
 
 def test_workers_start_only_for_large_gpu_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
