@@ -94,6 +94,23 @@ def test_heads_that_share_keys_count_as_rows_on_few_threads() -> None:
     assert "flex_attention" in _targets(run, (query, key, value, bias), Options())
 
 
+def _attend_to_finite_mask(query: Tensor, key: Tensor, value: Tensor, position: Tensor) -> Tensor:
+    hidden = torch.arange(key.shape[2]) > position
+    bias = query.new_zeros(2, 1, query.shape[2], key.shape[2]).masked_fill(hidden, -1e9)
+    return attend(query, key, value, attn_mask=bias)
+
+
+@pytest.mark.parametrize("position", [9, 699])
+def test_rows_of_large_negative_numbers_alone_read_all_keys(position: int) -> None:
+    """In C++ too, whose last block of keys is masked: what depends on no key is computed once for a block."""
+    torch.manual_seed(0)
+    inputs = (*_operands(1, 700), torch.tensor(position))
+    compiled = fxwrap.compile_graph(make_fx(_attend_to_finite_mask)(*inputs), inputs, options=PARALLEL)
+    for where in (inputs[3], torch.tensor(-1)):
+        operands = (*inputs[:3], where)
+        torch.testing.assert_close(compiled(*operands)[0], _attend_to_finite_mask(*operands))
+
+
 def _attend_to_cache(query: Tensor, key: Tensor, value: Tensor, position: Tensor, lengths: Tensor) -> list[Tensor]:
     """Layers of a step: two read a mask of positions, others one of lengths, a finite one, and a number of each key."""
     keys = torch.arange(key.shape[2])

@@ -85,10 +85,13 @@ class StreamingLoopPrinter(LoopPrinter):
     # --- scopes -------------------------------------------------------------------------------------------------------
 
     def _hoist(self, targets: Iterable[int], axes: Collection[Axis], known: EmittedValues) -> None:
-        """Writes the values among those that the targets are computed from that depend on these axes only."""
-        targets, allowed = list(targets), frozenset(axes)
-        positions = sorted(self.kernel.backward_slice(targets, known))
-        fixed = {item for item in positions if self.kernel.value_axes[item] <= allowed}
+        """Writes the values among those that the targets are computed from that depend on these axes only.
+
+        A masked load depends on the axes of its mask, where that is not assumed to hold.
+        """
+        targets, allowed, kernel = list(targets), frozenset(axes), self.statements.kernel
+        positions = sorted(kernel.backward_slice(targets, known))
+        fixed = {item for item in positions if kernel.value_axes[item] <= allowed}
         needed = sorted(self.frontier(positions, fixed) | fixed.intersection(targets))
         self.statements.write(needed, known, named=needed)
 
