@@ -206,6 +206,20 @@ def test_short_contiguous_rows_are_inner_loops(operation: str, stride: int, inne
     assert source.split("for (int64_t ")[-1].startswith(inner)
 
 
+def in_several_layouts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = (x.float() * 1.5 + 1).to(torch.float16)
+    return y, y.mT.contiguous(), y.flip(-1), torch.stack([y, y], -1)
+
+
+@pytest.mark.parametrize("shape", [(32, 40), (7, 130)])
+def test_a_half_precision_value_has_stores_in_several_layouts(shape: tuple[int, int]) -> None:
+    """Of which one converts blocks of float32: the others store the value that the loop converts."""
+    inputs = [torch.randn(shape).half()]
+    compiled = compile_graph(make_fx(in_several_layouts)(*inputs), inputs)
+    for result, expected in zip(compiled(*inputs), in_several_layouts(*inputs), strict=True):
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
 def half_precision(x: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     normalised = torch.nn.functional.layer_norm(x, (100,), weight, weight)
     over_operands = torch.tanh(x @ x.t()), torch.nn.functional.layer_norm(x[rows] @ x.t(), (70,))

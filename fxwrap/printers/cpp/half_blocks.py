@@ -36,10 +36,11 @@ class HalfBlocks:
     def __bool__(self) -> bool:
         return bool(self.loads or self.stores)
 
-    def targets(self, targets: Sequence[int]) -> list[int]:
-        """Returns the targets of a loop, values of float32 instead of the casts that it does not store itself."""
+    def targets(self, targets: Sequence[int], stores: Sequence[Store]) -> list[int]:
+        """Returns the targets of a loop with these stores, float32 values instead of casts that it does not store."""
         wide = {store.value: value for store, value in self.stores.items()}
-        return [wide.get(target, target) for target in targets]
+        others = [store.value for store in stores if store not in self.stores and store.value in wide]
+        return [*[wide.get(target, target) for target in targets], *others]
 
     def stored(self, store: Store) -> int:
         """Returns the position of the value that the loop writes for a store."""

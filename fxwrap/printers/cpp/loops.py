@@ -154,7 +154,7 @@ class LoopPrinter(ABC):
         """Writes the statements of stores, then the stores, into blocks of `halves` where it has them."""
         blocks = HalfBlocks() if halves is None else halves.blocks
         values = [blocks.stored(store) for store in stores]
-        targets = blocks.targets([item for store in stores for item in operands(store)])
+        targets = blocks.targets([item for store in stores for item in operands(store)], stores)
         self.statements.write(targets, known, named=values if len(stores) > 1 else ())
         for store in stores:
             if halves is not None and store in blocks.stores:

@@ -448,7 +448,7 @@ class RowPrinter(ReductionPrinter):
         blocks = HalfBlocks() if halves is None else halves.blocks
         for position in self.filled_row_buffers:
             known[position] = f"{name(position)}_row[{row}]"
-        targets = blocks.targets(self.targets(reductions, stores))
+        targets = blocks.targets(self.targets(reductions, stores), stores)
         before = [position for position in known if position not in blocks.loads]
         new = sorted((self.row_buffers - self.filled_row_buffers) & self.kernel.backward_slice(targets, before))
         values = [blocks.stored(store) for store in stores]

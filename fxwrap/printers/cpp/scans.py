@@ -446,7 +446,7 @@ class ColumnPrinter(ScanPrinterBase):
             with self.columns():
                 element = dict(inner)
                 values = [halves.blocks.stored(store) for store in stores]
-                targets = halves.blocks.targets(self.targets(reductions, stores))
+                targets = halves.blocks.targets(self.targets(reductions, stores), stores)
                 self.write_elements(targets, element, values if len(values) > 1 else ())
                 for position in reductions:
                     self.accumulate_lane(position, element, f"{self.statements.name(position)}_lanes")
