@@ -121,6 +121,11 @@ def test_short_rows_are_transposed(length: int, dtype: torch.dtype, gap: int) ->
     assert "for_lane_block<32>(75 - i__0, [&](auto lanes)" in source, "whole blocks have a constant number of lanes"
 
 
+def test_loads_of_a_tile_of_float64_follow_the_stores_of_its_rows() -> None:
+    """GCC may move them if it takes vectors of integers for other memory than the tile."""
+    check(rows_of(8, torch.float64))
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.usefixtures("compiled_scans")
 @pytest.mark.parametrize(("kind", "length", "dtype"), SCAN_CASES, ids=str)

@@ -14,14 +14,39 @@ constexpr int tile_size(int most, int bytes) {
   return size < 16 ? 16 : size < most ? size : most;
 }
 
+// Vectors of four, eight and sixteen elements of so many bytes, which loads and stores move from and to memory of any type.
+// They are no templates: GCC drops `may_alias` and `aligned` from the types of templates, and would then move loads of a tile
+// before the stores of its rows.
+template <int size> struct ElementVectors;
+#define ELEMENT_VECTORS(size, element)                                                                   \
+  template <> struct ElementVectors<size> {                                                              \
+    typedef element Four __attribute__((vector_size(4 * size)));                                         \
+    typedef element Eight __attribute__((vector_size(8 * size)));                                        \
+    typedef element Sixteen __attribute__((vector_size(16 * size)));                                     \
+    typedef element FourAt __attribute__((vector_size(4 * size), aligned(size), may_alias));             \
+    typedef element EightAt __attribute__((vector_size(8 * size), aligned(size), may_alias));            \
+    typedef element SixteenAt __attribute__((vector_size(16 * size), aligned(size), may_alias));         \
+    static INLINE void load(const void* from, Four& to) { to = *static_cast<const FourAt*>(from); }      \
+    static INLINE void load(const void* from, Eight& to) { to = *static_cast<const EightAt*>(from); }    \
+    static INLINE void load(const void* from, Sixteen& to) { to = *static_cast<const SixteenAt*>(from); } \
+    static INLINE void store(const Four& from, void* to) { *static_cast<FourAt*>(to) = from; }           \
+    static INLINE void store(const Eight& from, void* to) { *static_cast<EightAt*>(to) = from; }         \
+    static INLINE void store(const Sixteen& from, void* to) { *static_cast<SixteenAt*>(to) = from; }     \
+  };
+ELEMENT_VECTORS(1, uint8_t)
+ELEMENT_VECTORS(2, uint16_t)
+ELEMENT_VECTORS(4, uint32_t)
+ELEMENT_VECTORS(8, uint64_t)
+#undef ELEMENT_VECTORS
+
 // Transposes 16 x 16 elements: pairs, then fours of rows are interleaved, then fours of columns change places. Each
 // step is one instruction for 32-bit elements.
 template <class T> inline void transpose_16(const T* source, int64_t stride, T* target, int64_t target_stride) {
-  using Element = typename Bits<sizeof(T)>::Type;
-  typedef Element Row __attribute__((vector_size(16 * sizeof(T)), aligned(sizeof(T)), may_alias));
+  using Vectors = ElementVectors<sizeof(T)>;
+  using Row = typename Vectors::Sixteen;
 #define MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
   Row a[16], b[16];
-  for (int i = 0; i < 16; ++i) a[i] = *reinterpret_cast<const Row*>(source + i * stride);
+  for (int i = 0; i < 16; ++i) Vectors::load(source + i * stride, a[i]);
   for (int i = 0; i < 16; i += 2) {
     b[i] = MIX(a[i], a[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
     b[i + 1] = MIX(a[i], a[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
@@ -41,15 +66,16 @@ template <class T> inline void transpose_16(const T* source, int64_t stride, T* 
     a[i + 8] = MIX(b[i], b[i + 8], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
   }
 #undef MIX
-  for (int i = 0; i < 16; ++i) *reinterpret_cast<Row*>(target + i * target_stride) = a[i];
+  for (int i = 0; i < 16; ++i) Vectors::store(a[i], target + i * target_stride);
 }
 
 // The same of 8 x 8 elements of 64 bits, whose rows are vectors of 64 bytes, too.
 template <class T> inline void transpose_8(const T* source, int64_t stride, T* target, int64_t target_stride) {
-  typedef uint64_t Row __attribute__((vector_size(64), aligned(8), may_alias));
+  using Vectors = ElementVectors<8>;
+  using Row = Vectors::Eight;
 #define MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
   Row a[8], b[8];
-  for (int i = 0; i < 8; ++i) a[i] = *reinterpret_cast<const Row*>(source + i * stride);
+  for (int i = 0; i < 8; ++i) Vectors::load(source + i * stride, a[i]);
   for (int i = 0; i < 8; i += 2) {
     b[i] = MIX(a[i], a[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
     b[i + 1] = MIX(a[i], a[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
@@ -64,7 +90,7 @@ template <class T> inline void transpose_8(const T* source, int64_t stride, T* t
     b[k + 4] = MIX(a[k], a[k + 4], 4, 5, 6, 7, 12, 13, 14, 15);
   }
 #undef MIX
-  for (int i = 0; i < 8; ++i) *reinterpret_cast<Row*>(target + i * target_stride) = b[i];
+  for (int i = 0; i < 8; ++i) Vectors::store(b[i], target + i * target_stride);
 }
 
 // target[i * target_stride + j] = source[j * stride + i], for i < height and j < width. The last blocks overlap those before
@@ -94,25 +120,28 @@ inline void transpose(const T* source, int64_t stride, int height, int width, T*
 
 // Four columns of sixteen rows, each a vector with a lane for a row. In memory, four elements of a row are adjacent.
 template <class T> struct FourColumns {
-  using Element = typename Bits<sizeof(T)>::Type;
-  typedef Element Four __attribute__((vector_size(4 * sizeof(T)), aligned(sizeof(T)), may_alias));
-  typedef Element Column __attribute__((vector_size(16 * sizeof(T)), aligned(sizeof(T)), may_alias));
+  using Vectors = ElementVectors<sizeof(T)>;
+  using Four = typename Vectors::Four;
+  using Column = typename Vectors::Sixteen;
 #define EACH_FOUR(a, b, i, j, k, l)                                                                          \
   __builtin_shufflevector(a, b, i, j, k, l, i + 4, j + 4, k + 4, l + 4, i + 8, j + 8, k + 8, l + 8, i + 12, \
                           j + 12, k + 12, l + 12)
   // Each fourth row from `first` on.
   static INLINE Column load(const T* first, int64_t stride) {
-    const auto four = [&](int row) { return *reinterpret_cast<const Four*>(first + row * stride); };
+    const auto four = [&](int row) {
+      Four elements;
+      Vectors::load(first + row * stride, elements);
+      return elements;
+    };
     const auto low = __builtin_shufflevector(four(0), four(4), 0, 1, 2, 3, 4, 5, 6, 7);
     const auto high = __builtin_shufflevector(four(8), four(12), 0, 1, 2, 3, 4, 5, 6, 7);
     return EACH_FOUR(low, high, 0, 1, 2, 3);
   }
   static INLINE void store(Column rows, T* first, int64_t stride) {
-    const auto four = [&](int row) { return reinterpret_cast<Four*>(first + row * stride); };
-    *four(0) = __builtin_shufflevector(rows, rows, 0, 1, 2, 3);
-    *four(4) = __builtin_shufflevector(rows, rows, 4, 5, 6, 7);
-    *four(8) = __builtin_shufflevector(rows, rows, 8, 9, 10, 11);
-    *four(12) = __builtin_shufflevector(rows, rows, 12, 13, 14, 15);
+    Vectors::store(Four(__builtin_shufflevector(rows, rows, 0, 1, 2, 3)), first);
+    Vectors::store(Four(__builtin_shufflevector(rows, rows, 4, 5, 6, 7)), first + 4 * stride);
+    Vectors::store(Four(__builtin_shufflevector(rows, rows, 8, 9, 10, 11)), first + 8 * stride);
+    Vectors::store(Four(__builtin_shufflevector(rows, rows, 12, 13, 14, 15)), first + 12 * stride);
   }
   // Transposes the fours of elements in four vectors: columns become rows, and rows columns.
   static INLINE void transpose(Column (&at)[4]) {
@@ -146,8 +175,7 @@ inline void load_columns(const T* rows, int64_t stride, int count, T* columns, i
         for (int k = 0; k < 4; ++k) at[k] = Block::load(rows + (row + k) * stride + column, stride);
         Block::transpose(at);
 #pragma GCC unroll 4
-        for (int k = 0; k < 4; ++k)
-          *reinterpret_cast<typename Block::Column*>(columns + (column + k) * distance + row) = at[k];
+        for (int k = 0; k < 4; ++k) Block::Vectors::store(at[k], columns + (column + k) * distance + row);
       });
       return;
     }
@@ -163,8 +191,7 @@ inline void store_columns(const T* columns, int64_t distance, int count, T* rows
       for_fours<length>(count, [&](int column, int row) {
         typename Block::Column at[4];
 #pragma GCC unroll 4
-        for (int k = 0; k < 4; ++k)
-          at[k] = *reinterpret_cast<const typename Block::Column*>(columns + (column + k) * distance + row);
+        for (int k = 0; k < 4; ++k) Block::Vectors::load(columns + (column + k) * distance + row, at[k]);
         Block::transpose(at);
 #pragma GCC unroll 4
         for (int k = 0; k < 4; ++k) Block::store(at[k], rows + (row + k) * stride + column, stride);
