@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -67,6 +67,14 @@ FORMULAS = st.builds(
 )  # fmt: skip
 
 
+TRANSPOSED = Formula(
+    heads=2, groups=1, rows=3, keys=5, width=4, value_width=6, dtype=torch.float32, upcasts=False, scale="query",
+    divides=False, bias=(False, False), mask="none", written_out=False, transposes=False, merged=False,
+    transposed=frozenset({"scores", "softmax"}),
+)  # fmt: skip
+"""The bias reads the gradient of scores whose rows are keys: one transposition has cancelled another."""
+
+
 def _step(function: Callable[..., Tensor], trained: Sequence[int] = (0, 1, 2)) -> Callable[..., tuple[Tensor, ...]]:
     """Returns a function of the output's gradient and operands: the output, and gradients of trained operands."""
 
@@ -92,6 +100,7 @@ def _launched(planned: Planned) -> list[str]:
 
 
 @given(FORMULAS, st.booleans())
+@example(TRANSPOSED, True)
 @settings(max_examples=sample_size(25), suppress_health_check=[*QUIET, HealthCheck.large_base_example], deadline=None)
 def test_random_formulas(formula: Formula, trains_bias: bool) -> None:
     """Output and gradients of a traced step are as near to float64 as eager's, and no matmul is left.

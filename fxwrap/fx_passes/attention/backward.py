@@ -93,8 +93,6 @@ class _Search:
         if not read_again.issubset(path):
             raise UnsupportedBackwardError("a value that its backward computes from scores is read again")
         matrices = tuple([node for node in path if node in read_again])
-        if not self.transposed.isdisjoint(matrices):
-            raise UnsupportedBackwardError("a transposed gradient of its scores is read again")
         sums = self._group_sums(grad_key, grad_value)
         inner = frozenset(self.inner)
         return AttentionBackward(

@@ -318,7 +318,11 @@ class AttentionRewriter:
         for index, node in enumerate(backward.matrices):
             result = self.copy.element(before, captured, index, name)
             sizes = copy.size_arguments(before, fakes[node].shape)
+            if node in backward.transposed:
+                sizes[-2:] = reversed(sizes[-2:])
             result = copy.call(before, _aten.view.default, (result, sizes), name)
+            if node in backward.transposed:
+                result = copy.call(before, _aten.transpose.int, (result, -2, -1), name)
             if sink is not None and not same_strides(copy.fakes[result], fakes[node]):  # columns of a wider matrix
                 padding, columns = ([1, 0], (1,)) if sink.is_first else ([0, 1], (0, -1))
                 result = copy.call(before, _aten.constant_pad_nd.default, (result, padding), name)
