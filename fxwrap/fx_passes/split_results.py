@@ -74,7 +74,7 @@ def _is_of_single_elements(node: Node, fakes: NodeValues, context: FxPassContext
 
 def _match(split: Node, aliases: StorageAliases, context: FxPassContext) -> _SplitResult | None:
     calls = _calls_before(split, aliases.fakes, context)
-    if any(aliases.is_mutated(call) for call in calls) or aliases.is_returned(calls[-1]):
+    if any(aliases.is_mutated(node) for node in (*calls[0].all_input_nodes, *calls)) or aliases.is_returned(calls[-1]):
         return None
     parts = [user for user in split.users if user.target is operator.getitem]
     if len(parts) != len(split.users) or not aliases.has_kernels_as_readers(calls[-1]):

@@ -63,7 +63,14 @@ def _read_by_a_call(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return gate.transpose(-1, -2) @ weight, values.sum(-1)
 
 
-@pytest.mark.parametrize("function", [_returned, _read_by_a_call])
+def _written_later(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    result = F.gelu(x)
+    x.add_(weight[0, 0])
+    gate, values = result.chunk(2, -1)
+    return gate * 2, values.sum(-1)
+
+
+@pytest.mark.parametrize("function", [_returned, _read_by_a_call, _written_later])
 def test_others_are_computed_whole(function: Callable[..., Any]) -> None:
     planned = check(function, torch.randn(5, 6, 48), torch.randn(6, 6), options=OPTIONS)
     assert (5, 6, 48) in _allocated(planned)
