@@ -334,6 +334,15 @@ def eliminate_dead_operations(kernel: Kernel) -> Kernel:
     return reorder_operations(kernel, sorted(needed))
 
 
+def with_used_buffers(kernel: Kernel, known: Collection[Buffer]) -> Kernel:
+    """Returns a kernel without dead operations, and with those of the known buffers that it reads or writes."""
+    kernel = eliminate_dead_operations(kernel)
+    written = {store.buffer for store in kernel.stores}
+    read = {item.buffer for item in kernel.operations if isinstance(item, Load)} - written
+    inputs, outputs = [tuple([item for item in known if item.name in names]) for names in (read, written)]
+    return replace(kernel, inputs=inputs, outputs=outputs)
+
+
 def reorder_operations(kernel: Kernel, order: Sequence[int]) -> Kernel:
     """Returns the kernel with the operations at these positions, in this order, which keeps operands first."""
     new_position = {position: number for number, position in enumerate(order)}

@@ -10,9 +10,8 @@ import itertools
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from fxwrap.loop_ir.atoms import IndirectIndex
-from fxwrap.loop_ir.body_operations import DeviceAssert, Load, Operation, Store, indices, operation_dtype
-from fxwrap.loop_ir.builder import OperationCopier, eliminate_dead_operations
+from fxwrap.loop_ir.body_operations import DeviceAssert, Load, Operation, Store, indirect_operands, operation_dtype
+from fxwrap.loop_ir.builder import OperationCopier, with_used_buffers
 from fxwrap.loop_ir.contraction import find_contraction, find_grouped_contraction
 from fxwrap.loop_ir.kernel import Buffer, Kernel
 from fxwrap.loop_ir.offsets import linearize_index
@@ -35,7 +34,7 @@ def split_checked_rows(kernel: Kernel, hint: Callable[[Size], int]) -> SplitKern
     if form is None or not checks or hint(form.row_count) < _MIN_ROWS:
         return None
     checked = kernel.backward_slice(checks)
-    indirect = _indirect_operations(kernel)
+    indirect = {at for item in kernel.operations for at in indirect_operands(item)}
     rows = [at for at in sorted(indirect) if _has_common_load(kernel, kernel.backward_slice([at]), checked)]
     used = kernel.backward_slice(rows) | checked
     outputs = {item.name for item in kernel.outputs}
@@ -59,34 +58,19 @@ def split_checked_rows(kernel: Kernel, hint: Callable[[Size], int]) -> SplitKern
             second.new[at] = second.add(load)
         elif at not in checks:
             second.copy(at)
-    stored = [*buffers.values()]
-    kernels = (
-        _finished(replace(kernel, axes=axes, reduced=(), operations=tuple(first.operations)), stored),
-        _finished(replace(kernel, operations=tuple(second.operations)), stored),
-    )
-    return SplitKernel(kernels, tuple(stored), matmul=1)
-
-
-def _indirect_operations(kernel: Kernel) -> set[int]:
-    """Returns the operations whose values are indices of accesses."""
-    atoms = {atom for item in kernel.operations for index in indices(item) for atom in index.atoms()}
-    return {atom.operation for atom in atoms if isinstance(atom, IndirectIndex)}
+    known = [*kernel.inputs, *kernel.outputs, *buffers.values()]
+    kernels = [
+        verify_kernel(with_used_buffers(part, known))
+        for part in (
+            replace(kernel, axes=axes, reduced=(), operations=tuple(first.operations)),
+            replace(kernel, operations=tuple(second.operations)),
+        )
+    ]
+    return SplitKernel(tuple(kernels), tuple(buffers.values()), matmul=1)
 
 
 def _has_common_load(kernel: Kernel, some: Collection[int], others: Collection[int]) -> bool:
     return any(isinstance(kernel.operations[at], Load) for at in some if at in others)
-
-
-def _finished(kernel: Kernel, stored: Collection[Buffer]) -> Kernel:
-    """Returns a kernel without dead operations, and with the buffers that it uses."""
-    kernel = eliminate_dead_operations(kernel)
-    written = {store.buffer for store in kernel.stores}
-    read = {_buffer(item) for item in kernel.operations} - written
-    known = [*kernel.inputs, *kernel.outputs, *stored]
-    inputs = tuple([item for item in known if item.name in read])
-    return verify_kernel(
-        replace(kernel, inputs=inputs, outputs=tuple([item for item in known if item.name in written]))
-    )
 
 
 def _buffer(operation: Operation) -> str:

@@ -26,7 +26,7 @@ from fxwrap.loop_ir.body_operations import (
     operands,
     operation_dtype,
 )
-from fxwrap.loop_ir.builder import OperationCopier, eliminate_dead_operations
+from fxwrap.loop_ir.builder import OperationCopier, with_used_buffers
 from fxwrap.loop_ir.canonicalize import reorder_axes
 from fxwrap.loop_ir.index import ONE, Atom, Index, IndexLike, as_index
 from fxwrap.loop_ir.kernel import Buffer, Kernel
@@ -291,12 +291,8 @@ class ReductionSplitter:
 
     def _finish(self, body: _PartCopier, axes: tuple[Axis, ...], reduced: tuple[Axis, ...]) -> Kernel:
         """Returns a kernel of these operations and the buffers that they use."""
-        kernel = eliminate_dead_operations(Kernel(axes, reduced, (), (), tuple(body.operations)))
-        written = {store.buffer for store in kernel.stores}
-        read = {item.buffer for item in kernel.operations if isinstance(item, Load)}
         known = [*self.kernel.inputs, *self.kernel.outputs, *self.temporaries.values()]
-        inputs = tuple([item for item in known if item.name in read - written])
-        return dataclasses.replace(kernel, inputs=inputs, outputs=tuple([b for b in known if b.name in written]))
+        return with_used_buffers(Kernel(axes, reduced, (), (), tuple(body.operations)), known)
 
     # --- partial reductions ------------------------------------------------------------------------------------------
 
