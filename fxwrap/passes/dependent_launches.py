@@ -56,14 +56,14 @@ def insert_dependent_launches(program: Program, specs: Mapping[str, DeviceSpec])
 class _DependentLaunches:
     """The pass over one program.
 
-    Fields: `early` has, for each launch that may be dependent, by its identity, the tensors that it may read early, and
-    `unwritten` those that all such launches of a kernel may; `signals` has, for each kernel of a chain, when the next
-    launch may start; `shared_bytes` and `early_loaders` the results of `_shared_bytes` and `_loads_early`.
+    Fields: `dependent` has the identities of the launches that may be dependent, `unwritten` the tensors that all such
+    launches of a kernel may read early; `signals` has, for each kernel of a chain, when the next launch may start;
+    `shared_bytes` and `early_loaders` the results of `_shared_bytes` and `_loads_early`.
     """
 
     original: Program
     specs: Mapping[str, DeviceSpec]
-    early: dict[int, frozenset[int]] = field(default_factory=dict)
+    dependent: set[int] = field(default_factory=set)
     unwritten: dict[str, frozenset[int]] = field(default_factory=dict)
     signals: dict[str, Signal] = field(default_factory=dict)
     shared_bytes: dict[str, int] = field(default_factory=dict)
@@ -108,7 +108,8 @@ class _DependentLaunches:
             if isinstance(line, Launch) and waits:
                 launches.setdefault(line.kernel, []).append(line)
                 if before and chain.conflict(line, (), root_of) is None:
-                    early = self.early[id(line)] = chain.unwritten(line, root_of)
+                    self.dependent.add(id(line))
+                    early = chain.unwritten(line, root_of)
                     self.unwritten[line.kernel] = self.unwritten.get(line.kernel, early) & early
                 before = True
             chain.add(line, waits, root_of)
@@ -121,7 +122,7 @@ class _DependentLaunches:
             inner = {name: self._block(nested) for name, nested in blocks(line)}
             new: LineBase = line.replace(**inner) if inner else line
             if isinstance(line, Launch) and self._may_wait(line):
-                if before is not None and id(line) in self.early:
+                if before is not None and id(line) in self.dependent:
                     new = line.replace(dependent=True)
                     signal = self._signal(earlier, before, line, later.get(id(line)))
                     self.signals[before.kernel] = min(self.signals.get(before.kernel, signal), signal)
