@@ -48,7 +48,8 @@ def replace_in_place_functions(graph_module: GraphModule, _options: Options) -> 
     for call in calls:
         _replace(node_map[call])
     for node in {*calls, *[call.all_input_nodes[0] for call in calls]}:
-        node_map[node].meta["example_value"] = fake_like(fake_of(node))
+        value = fake_of(node)
+        node_map[node].meta["example_value"] = fake_like(value).requires_grad_(value.requires_grad)
     return copy_dynamo_module(graph_module, graph)
 
 

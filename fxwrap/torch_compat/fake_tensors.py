@@ -53,9 +53,7 @@ def fake_like(like: FakeTensor) -> FakeTensor:
     # Why: under a fake mode, an operator on fake tensors is dispatched several times.
     with torch._C._DisableTorchDispatch(), torch._C._DisablePythonDispatcher():
         meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
-    result = fake_tensor(like.fake_mode, meta, like.device)
-    result.requires_grad_(like.requires_grad)
-    return result
+        return fake_tensor(like.fake_mode, meta, like.device)
 
 
 def is_plain_fake(value: object, mode: FakeTensorMode) -> bool:

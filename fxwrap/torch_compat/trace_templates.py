@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from torch.fx.node import map_arg
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from fxwrap.torch_compat.fake_tensors import fake_like
 from fxwrap.torch_compat.tensors import storage_identity
 
 _LITERALS = (
@@ -127,13 +128,13 @@ class Storages:
 
     def fake_like(self, like: FakeTensor, number: Hashable) -> FakeTensor:
         """Returns a fake tensor of the same layout on a storage, which is created if it does not exist."""
+        if number not in self.by_number:
+            fake = fake_like(like)
+            self._set(number, fake.untyped_storage())
+            return fake
         with torch._C._DisableTorchDispatch(), torch._C._DisablePythonDispatcher():
-            if number in self.by_number:
-                meta = torch.empty(0, dtype=like.dtype, device="meta")
-                meta.set_(self.by_number[number], like.storage_offset(), like.shape, like.stride())
-            else:
-                meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
-                self._set(number, meta.untyped_storage())
+            meta = torch.empty(0, dtype=like.dtype, device="meta")
+            meta.set_(self.by_number[number], like.storage_offset(), like.shape, like.stride())
             return FakeTensor(like.fake_mode, meta, like.device)
 
     def _set(self, number: Hashable, storage: torch.UntypedStorage) -> None:
