@@ -306,10 +306,7 @@ class AttentionRewriter:
             if node is not None:
                 result = self.copy.element(before, call, index, name)
                 if node.target in (_aten.bmm.default, _aten.mm.default):
-                    if node in backward.transposed:
-                        result = copy.call(before, _aten.transpose.int, (result, -2, -1), name)
-                    sizes = copy.size_arguments(before, fakes[node].shape)
-                    result = copy.call(before, _aten.view.default, (result, sizes), name)
+                    result = self._matrices(result, node, backward, before, name)
                 elif fakes[node].ndim == 5:
                     result = copy.call(before, _aten.unsqueeze.default, (result, 2), name)
                 copy.substitute(node, result, "fused", tuple(backward.inner))
@@ -317,17 +314,19 @@ class AttentionRewriter:
             captured = self.copy.element(before, call, 3, name)
         for index, node in enumerate(backward.matrices):
             result = self.copy.element(before, captured, index, name)
-            sizes = copy.size_arguments(before, fakes[node].shape)
-            if node in backward.transposed:
-                sizes[-2:] = reversed(sizes[-2:])
-            result = copy.call(before, _aten.view.default, (result, sizes), name)
-            if node in backward.transposed:
-                result = copy.call(before, _aten.transpose.int, (result, -2, -1), name)
+            result = self._matrices(result, node, backward, before, name)
             if sink is not None and not same_strides(copy.fakes[result], fakes[node]):  # columns of a wider matrix
                 padding, columns = ([1, 0], (1,)) if sink.is_first else ([0, 1], (0, -1))
                 result = copy.call(before, _aten.constant_pad_nd.default, (result, padding), name)
                 result = copy.call(before, _aten.slice.Tensor, (result, -1, *columns), name)
             copy.substitute(node, result, "fused")
+
+    def _matrices(self, result: Node, node: Node, backward: AttentionBackward, before: Node, name: str) -> Node:
+        """Returns the matrices of a result as those of the node that it replaces."""
+        if node in backward.transposed:
+            result = self.copy.call(before, _aten.transpose.int, (result, -2, -1), name)
+        sizes = self.copy.size_arguments(before, self.fakes[node].shape)
+        return self.copy.call(before, _aten.view.default, (result, sizes), name)
 
     def _draw_mask(self, dropout: Dropout, name: str) -> None:
         """Replaces the mask of dropped weights by one of the same random numbers, drawn without these weights.

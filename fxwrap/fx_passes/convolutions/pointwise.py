@@ -149,12 +149,13 @@ class _MatmulWriter:
         """Returns the sum over items of the products of two matrices for each group, which is rounded once."""
         outputs, channels, _ = self.copy.fakes[self.weight].shape
         dtype, operands = self.copy.fakes[gradient].dtype, (gradient, self._transposed(image))
-        if dtype not in HALF_PRECISION or self.is_one_item:
+        widens = dtype in HALF_PRECISION and not self.is_one_item
+        if widens:
+            products = self._call(_aten.bmm.dtype, *operands, torch.float32)
+        else:
             products = self._call(_aten.bmm.default, *operands)
-            return self._call(_aten.sum.dim_IntList, self._view(products, self.items, outputs, channels), [0])
-        products = self._call(_aten.bmm.dtype, *operands, torch.float32)
         total = self._call(_aten.sum.dim_IntList, self._view(products, self.items, outputs, channels), [0])
-        return self._call(_aten._to_copy.default, total, dtype=dtype)
+        return self._call(_aten._to_copy.default, total, dtype=dtype) if widens else total
 
     def _gradient_of_bias(self) -> Node:
         return self._call(_aten.sum.dim_IntList, self.gradient, [0, 2])
