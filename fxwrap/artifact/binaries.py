@@ -117,7 +117,8 @@ def _variant_row(writer: ArchiveWriter, variant: TritonVariant | None) -> dict[s
     """Returns a variant as JSON data; its code is in entries of the file."""
     if variant is None:
         return None
-    row: dict[str, Any] = {name: getattr(variant, name) for name in ("name", "capability", "threads", "shared")}
+    numbers = ("capability", "threads", "shared", "scratch")
+    row: dict[str, Any] = {name: getattr(variant, name) for name in ("name", *numbers)}
     row |= {name: getattr(variant, name).hex() for name in ("classes", "parameter_passing")}
     for name, content in (("cubin", variant.cubin), ("ptx", variant.ptx.encode())):
         row[name] = f"{FOLDER}/{hashlib.sha256(content).hexdigest()}.{name}"
@@ -250,7 +251,7 @@ def _variant(read: Callable[[str], bytes], row: Mapping[str, Any] | None) -> Tri
         return None
     return TritonVariant(
         str(row["name"]), read(str(row["cubin"])), read(str(row["ptx"])).decode(),
-        int(row["capability"]), int(row["threads"]), int(row["shared"]),
+        int(row["capability"]), int(row["threads"]), int(row["shared"]), int(row.get("scratch", 0)),
         bytes.fromhex(row["classes"]), bytes.fromhex(row["parameter_passing"]),
     )  # fmt: skip
 

@@ -48,6 +48,11 @@ def is_printed(source: str) -> bool:
     return _DEFINITION.search(source) is not None
 
 
+def needs_scratch_memory(source: str) -> bool:
+    """Whether a kernel's launches pass scratch memory, in which its programs make tensor descriptors."""
+    return "tl.make_tensor_descriptor(" in source
+
+
 def kernel_content_hash(
     language: str, source: str, signature: tuple[str, ...], options: tuple[tuple[str, Any], ...]
 ) -> str:

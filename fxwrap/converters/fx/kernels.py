@@ -18,6 +18,7 @@ from fxwrap.converters.fx.emitter import GraphEmitter
 from fxwrap.converters.fx.nodes import CallTarget
 from fxwrap.converters.fx.regions import call_functional_region, call_region
 from fxwrap.devices import FX, language_traits
+from fxwrap.devices.kernel_names import needs_scratch_memory
 from fxwrap.lines import Launch
 from fxwrap.loop_ir import FLOAT8
 from fxwrap.runtime import kernel_table
@@ -116,11 +117,15 @@ class _LaunchCall:
 
     @property
     def is_triton(self) -> bool:
-        """Whether torch's operator launches the kernel. It passes float8 as such to kernels that access bytes."""
+        """Whether torch's operator launches the kernel.
+
+        It passes float8 as such to kernels that access bytes, and allocates no scratch memory.
+        """
         traits = language_traits(self.kernel.language)
         operands = [*self.tensors, *self.line.outs]
         has_bytes = not traits.user_defined and any(item.tensor_type.dtype in FLOAT8 for item in operands)
-        return traits.is_triton and not self.emitter.launches_by_hash and not has_bytes
+        needs_scratch = not traits.user_defined and needs_scratch_memory(self.kernel.source)
+        return traits.is_triton and not (self.emitter.launches_by_hash or has_bytes or needs_scratch)
 
     @property
     def input_count(self) -> int:

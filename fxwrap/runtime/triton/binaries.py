@@ -78,7 +78,7 @@ def variants_unit(kernels: Mapping[str, Sequence[TritonVariant]]) -> list[Native
 
 def _row(variant: TritonVariant, files: dict[str, bytes]) -> str:
     ptx = _file(variant.ptx.encode() + b"\0", "ptx", files) if variant.ptx else "nullptr"
-    numbers = (variant.capability, "false" if variant.ptx else "true", variant.threads, variant.shared)
+    numbers = (variant.capability, "false" if variant.ptx else "true", variant.threads, variant.shared, variant.scratch)
     rest = ", ".join([*map(str, numbers), _bytes(variant.classes), _bytes(variant.parameter_passing)])
     return f'{{"{variant.name}", {_file(variant.cubin, "cubin", files)}, {ptx}, {rest}}}'
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property
+from contextvars import copy_context
+from functools import cache, cached_property, partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from fxwrap.devices import TRITON
-from fxwrap.devices.kernel_names import DEPENDENT
+from fxwrap.devices.kernel_names import DEPENDENT, needs_scratch_memory
 from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText
 from fxwrap.runtime.triton.compile import (
     import_triton,
@@ -76,7 +77,8 @@ class _TritonKernel:
         """Launches it on a GPU if there is a tensor on one, else in Triton's interpreter."""
         arguments = tuple(self._arguments(arguments))
         if any(isinstance(item, torch.Tensor) and not item.is_cpu for item in arguments):
-            return self._on_gpu[tuple(grid)](*arguments, **self.constants, **self._options)
+            launch = partial(self._on_gpu[tuple(grid)], *arguments, **self.constants, **self._options)
+            return _with_scratch_memory(launch) if needs_scratch_memory(self._kernel.source) else launch()
         function = self._interpreted
         with interpreter_mode(), unwrap_interpreter_errors(function.__name__):
             function[tuple(grid)](*arguments, **self.constants)
@@ -89,6 +91,17 @@ class _TritonKernel:
         if compiled is not None:
             _ = compiled.run  # loads it
         return compiled
+
+
+def _with_scratch_memory(launch: Callable[[], object]) -> object:
+    """Calls a launch of Triton for which torch allocates scratch memory, on the current GPU."""
+
+    def allocate(size: int, _alignment: int, _stream: int | None) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device="cuda")
+
+    context = copy_context()  # Triton keeps its allocator in a context variable
+    context.run(import_triton().set_allocator, allocate)
+    return context.run(launch)
 
 
 def _as_declared(argument: torch.Tensor | float, entry: str | None) -> torch.Tensor | float:

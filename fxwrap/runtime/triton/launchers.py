@@ -50,6 +50,7 @@ class NativeLauncher(Protocol):
         name: str,
         threads: int,
         shared: int,
+        scratch: int,
         classes: bytes,
         parameter_passing: bytes,
         device: int,
@@ -66,6 +67,7 @@ class NativeLauncher(Protocol):
         capability: int,
         threads: int,
         shared: int,
+        scratch: int,
         classes: bytes,
         parameter_passing: bytes,
     ) -> None:
@@ -123,8 +125,15 @@ def add_variant(launcher: NativeLauncher, compiled: Any, constants: Collection[s
     variant = variant_of(compiled, constants)
     if variant is not None:
         launcher.add_variant(
-            *(variant.name, variant.threads, variant.shared, variant.classes, variant.parameter_passing, device),
-            *(compiled.function, compiled),
+            *(
+                variant.name,
+                variant.threads,
+                variant.shared,
+                variant.scratch,
+                variant.classes,
+                variant.parameter_passing,
+            ),
+            *(device, compiled.function, compiled),
         )
     return variant is not None
 
@@ -145,7 +154,7 @@ def _load_prebuilt(launcher: NativeLauncher, symbol: str) -> bool:
             assert variant is not None
             launcher.add_variant_image(
                 variant.name, variant.cubin, variant.ptx.encode(), variant.capability, variant.threads, variant.shared,
-                variant.classes, variant.parameter_passing,
+                variant.scratch, variant.classes, variant.parameter_passing,
             )  # fmt: skip
             _LOADED_PREBUILT.add((symbol, item.key))
     return bool(new)

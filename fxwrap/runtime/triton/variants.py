@@ -39,6 +39,9 @@ _DIVISIBLE = ["tt.divisibility", 16]
 _SCRATCH_PARAMETERS = 2
 """Triton appends the addresses of two scratch buffers to the parameters, null if unused."""
 
+_MAX_SCRATCH_ALIGNMENT = 512
+"""The alignment of memory that torch allocates on GPUs."""
+
 _ENTRY = re.compile(r"\.entry\s+\w+\s*\((.*?)\)", re.DOTALL)
 _TARGET = re.compile(r"^\s*\.target\s+sm_(\d+)([a-z]?)", re.MULTILINE)
 
@@ -54,6 +57,7 @@ class TritonVariant:
         capability: compute capability, 90 for 9.0.
         threads: threads per block.
         shared: bytes of shared memory per block.
+        scratch: bytes of scratch memory per block, which a launch allocates.
         classes: one byte per parameter except constants: the required class of its argument.
         parameter_passing: one byte per such parameter.
     """
@@ -64,6 +68,7 @@ class TritonVariant:
     capability: int
     threads: int
     shared: int
+    scratch: int
     classes: bytes
     parameter_passing: bytes
 
@@ -71,8 +76,8 @@ class TritonVariant:
 def variant_of(compiled: Any, constants: Collection[str]) -> TritonVariant | None:
     """Returns the variant of a compiled kernel for an NVIDIA GPU; `constants` names its constant parameters.
 
-    None where only Triton can launch it: it needs scratch memory, tensor descriptors, block clusters or a special
-    launch, or has unknown properties.
+    None where only Triton can launch it: it needs tensor descriptors as arguments, block clusters or a special launch,
+    or has unknown properties.
     """
     metadata, source = compiled.metadata, compiled.src
     ptx = compiled.asm.get("ptx", "")
@@ -88,7 +93,7 @@ def variant_of(compiled: Any, constants: Collection[str]) -> TritonVariant | Non
         return None
     return TritonVariant(
         metadata.name, cubin, "" if target[2] else ptx, int(target[1]), 32 * metadata.num_warps, metadata.shared,
-        bytes([kind for kind, _ in known]), bytes([passing for _, passing in known]),
+        metadata.global_scratch_size, bytes([kind for kind, _ in known]), bytes([passing for _, passing in known]),
     )  # fmt: skip
 
 
@@ -123,14 +128,18 @@ def _kind(argument: torch.dtype | int | float | bool) -> str:
 
 
 def _is_plain(metadata: Any) -> bool:
-    """Whether a launch only needs a grid, a block, shared memory and a stream."""
+    """Whether a launch only needs a grid, a block, shared and scratch memory, and a stream."""
     special = (
-        *("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size", "tensordesc_meta"),
+        "launch_cooperative_grid",
+        "launch_pdl",
+        "profile_scratch_size",
+        "tensordesc_meta",
         "instrumentation_mode",
     )
     return (
         metadata.target.backend == "cuda"
         and metadata.num_ctas == 1
+        and metadata.global_scratch_align <= _MAX_SCRATCH_ALIGNMENT
         and not any(getattr(metadata, name, None) for name in special)
     )
 

@@ -14,7 +14,10 @@ import torch
 from fxwrap.runtime import cache_folder
 from fxwrap.runtime.native import find_compiler, native_entry_key, override_driver_library, run_compiler
 
-_CODES = {torch.float32: 6, torch.float64: 7, torch.int64: 4, torch.bool: 11, torch.bfloat16: 15, torch.float16: 5}
+_CODES = {
+    torch.uint8: 0, torch.float32: 6, torch.float64: 7, torch.int64: 4, torch.bool: 11, torch.bfloat16: 15,
+    torch.float16: 5,
+}  # fmt: skip
 
 _LIBRARY = "libfake_driver.so"
 _SOURCES = ("fake_driver.cpp", "fake_cublas.cpp", "fake_cudnn.cpp")

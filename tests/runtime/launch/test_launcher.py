@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,31 @@ def launcher(signature: str, *held: tuple[bytes, bytes, int], device: int = 0) -
     fallback = Fallback()
     instance = launcher_class()(f"kernel_of_tests_{next(COUNTS)}", signature, fallback)
     for classes, parameter_passing, function in held:
-        instance.add_variant("kernel", 128, 0, classes, parameter_passing, device, function, None)
+        instance.add_variant("kernel", 128, 0, 0, classes, parameter_passing, device, function, None)
     return instance, fallback
 
 
 def address_of(tensor: torch.Tensor) -> str:
     return f"{tensor.data_ptr():x}"
+
+
+def test_a_launch_has_scratch_memory_for_all_blocks(driver: FakeDriver) -> None:
+    instance, fallback = launcher("*f32")
+    instance.add_variant("kernel", 128, 0, 256, bytes([F32_ALIGNED]), bytes([WHOLE]), 0, 77, None)
+    x, allocated = driver.tensor(8), list[torch.Tensor]()
+
+    def allocate(size: Sequence[int], **_options: object) -> torch.Tensor:
+        allocated.append(driver.tensor(size[0], torch.uint8))
+        return allocated[-1]
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("empty.memory_format", allocate, "CUDA")
+    driver.expect("ppp")
+    assert instance((2, 3, 4), x) is None
+    del library
+    (memory,) = allocated
+    assert memory.numel() == 24 * 256 and fallback.calls == []
+    assert driver.log()[-1].endswith(f"with {address_of(x)} {address_of(memory)} 0")
 
 
 def test_arguments_are_packed_in_the_functions_layout(driver: FakeDriver) -> None:
@@ -130,7 +150,7 @@ def test_a_launch_uses_its_tensors_device(driver: FakeDriver) -> None:
     """On torch's stream of their device, whatever device is current, which stays as it was: also on other threads."""
     held = (bytes([F32_ALIGNED]), bytes([WHOLE]))
     launch, _ = launcher("*f32", (*held, 5))
-    launch.add_variant("kernel", 64, 32, *held, 1, 6, None)
+    launch.add_variant("kernel", 64, 32, 0, *held, 1, 6, None)
     x, y = driver.tensor(4), driver.tensor(4, device=1)
     driver.enter(0)
     launch((1, 1, 1), x)
@@ -162,7 +182,7 @@ def test_a_launch_uses_its_tensors_device(driver: FakeDriver) -> None:
 def test_a_dependent_launch_passes_its_attribute_to_chips_that_have_it(driver: FakeDriver) -> None:
     """The kernels of older chips do not wait for the launch before them."""
     instance = launcher_class()(f"kernel_of_tests_{next(COUNTS)}", "*f32", Fallback(), dependent=True)
-    instance.add_variant("kernel", 128, 0, bytes([F32_ALIGNED]), bytes([WHOLE]), 0, 5, None)
+    instance.add_variant("kernel", 128, 0, 0, bytes([F32_ALIGNED]), bytes([WHOLE]), 0, 5, None)
     ordinary, _ = launcher("*f32", (bytes([F32_ALIGNED]), bytes([WHOLE]), 5))
     x = driver.tensor(4)
     instance((2, 3, 4), x)
@@ -182,7 +202,7 @@ def test_a_driver_without_attributes_launches_one_kernel_after_the_other(driver:
     library.write_bytes(build().read_bytes().replace(b"cuLaunchKernelEx\0", b"cuLaunchKernelE_\0"))
     old = FakeDriver(library)
     instance = launcher_class()(f"kernel_of_tests_{next(COUNTS)}", "*f32", Fallback(), dependent=True)
-    instance.add_variant("kernel", 128, 0, bytes([F32_ALIGNED]), bytes([WHOLE]), 0, 5, None)
+    instance.add_variant("kernel", 128, 0, 0, bytes([F32_ALIGNED]), bytes([WHOLE]), 0, 5, None)
     instance((2, 3, 4), old.tensor(4))
     override_driver_library(build())
     assert [line.partition(" block")[0] for line in old.log()] == ["push 100", "launch 5 grid 2,3,4"]
@@ -215,13 +235,13 @@ def test_loaded_kernels_are_shared(driver: FakeDriver) -> None:
     owner = Fallback()
     before = sys.getrefcount(owner)
     for function in (5, 6):
-        first.add_variant("kernel", 32, 0, bytes([F32_ALIGNED]), bytes([WHOLE]), 0, function, owner)
+        first.add_variant("kernel", 32, 0, 0, bytes([F32_ALIGNED]), bytes([WHOLE]), 0, function, owner)
     assert sys.getrefcount(owner) == before + 1  # it may unload the function
     assert (launch.variant_count, first.variant_count, second.variant_count) == (0, 1, 1)
     second((1, 1, 1), driver.tensor(4))
     assert driver.log()[-1].startswith("launch 5 ")
     with pytest.raises(ValueError, match="a kernel of 1 parameters has classes for 2 and ways to pass 1"):
-        first.add_variant("kernel", 32, 0, bytes([F32, F32]), bytes([WHOLE]), 0, 7, None)
+        first.add_variant("kernel", 32, 0, 0, bytes([F32, F32]), bytes([WHOLE]), 0, 7, None)
 
 
 def test_calls_hold_no_references(driver: FakeDriver) -> None:

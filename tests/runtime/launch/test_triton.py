@@ -132,7 +132,7 @@ def test_saved_binaries_are_launched_without_triton(
         again((3, 1, 1), x, out, 48, 0.5, True)
         assert len(by_triton.functions) == 1 and again.variant_count == 2
     with pytest.raises(ValueError, match="a kernel of 5 parameters has classes for 4"):
-        launch.add_variant_image("kernel", b"", b"", 90, 32, 0, bytes(4), bytes(5))
+        launch.add_variant_image("kernel", b"", b"", 90, 32, 0, 0, bytes(4), bytes(5))
 
 
 def test_attributes_of_a_compiled_kernel(driver: FakeDriver, chip: Any) -> None:
@@ -169,7 +169,7 @@ class _Source:
     "changes",
     [
         {"metadata": {"num_ctas": 2}},
-        {"metadata": {"global_scratch_size": 128}},
+        {"metadata": {"global_scratch_align": 1024}},
         {"metadata": {"profile_scratch_size": 128}},
         {"metadata": {"launch_cooperative_grid": True}},
         {"metadata": {"launch_pdl": True}},

@@ -133,23 +133,24 @@ bool are_for(const KernelVariantCache& kernel, Py_ssize_t class_count, Py_ssize_
   return false;
 }
 
-// add_variant(name, threads, shared, classes, parameter_passing, device, function, owner): the variant is never freed.
+// add_variant(name, threads, shared, scratch, classes, parameter_passing, device, function, owner): the variant is never freed.
 PyObject* add_variant(PyObject* object, PyObject* values) {
   auto* self = reinterpret_cast<LauncherObject*>(object);
   const char *name = nullptr, *classes = nullptr, *parameter_passing = nullptr;
-  int threads = 0, shared = 0, device = 0;
+  int threads = 0, shared = 0, scratch = 0, device = 0;
   Py_ssize_t class_count = 0, passed_count = 0;
   unsigned long long function = 0;
   PyObject* owner = nullptr;
-  if (!PyArg_ParseTuple(values, "siiy#y#iKO", &name, &threads, &shared, &classes, &class_count, &parameter_passing, &passed_count,
-                        &device, &function, &owner)) {
+  if (!PyArg_ParseTuple(values, "siiiy#y#iKO", &name, &threads, &shared, &scratch, &classes, &class_count, &parameter_passing,
+                        &passed_count, &device, &function, &owner)) {
     return nullptr;
   }
   if (!are_for(*self->kernel, class_count, passed_count)) return nullptr;
   try {
     if (!self->kernel->holds(reinterpret_cast<const uint8_t*>(classes), device)) {
       const Variant variant{reinterpret_cast<char*>(copied(name, Py_ssize_t(std::strlen(name)))), nullptr, nullptr, 0,
-                            false, threads, shared, copied(classes, class_count), copied(parameter_passing, passed_count)};
+                            false, threads, shared, scratch, copied(classes, class_count),
+                            copied(parameter_passing, passed_count)};
       self->kernel->add_loaded_variant(variant, device, reinterpret_cast<void*>(function));
       Py_INCREF(owner);
     }
@@ -160,21 +161,21 @@ PyObject* add_variant(PyObject* object, PyObject* values) {
   Py_RETURN_NONE;
 }
 
-// add_variant_image(name, cubin, ptx, capability, threads, shared, classes, parameter_passing): the variant is never freed.
+// add_variant_image(name, cubin, ptx, capability, threads, shared, scratch, classes, parameter_passing): the variant is never freed.
 PyObject* add_variant_image(PyObject* object, PyObject* values) {
   auto* self = reinterpret_cast<LauncherObject*>(object);
   const char *name = nullptr, *cubin = nullptr, *ptx = nullptr, *classes = nullptr, *parameter_passing = nullptr;
-  int capability = 0, threads = 0, shared = 0;
+  int capability = 0, threads = 0, shared = 0, scratch = 0;
   Py_ssize_t cubin_size = 0, ptx_size = 0, class_count = 0, passed_count = 0;
-  if (!PyArg_ParseTuple(values, "sy#y#iiiy#y#", &name, &cubin, &cubin_size, &ptx, &ptx_size, &capability, &threads,
-                        &shared, &classes, &class_count, &parameter_passing, &passed_count) ||
+  if (!PyArg_ParseTuple(values, "sy#y#iiiiy#y#", &name, &cubin, &cubin_size, &ptx, &ptx_size, &capability, &threads,
+                        &shared, &scratch, &classes, &class_count, &parameter_passing, &passed_count) ||
       !are_for(*self->kernel, class_count, passed_count)) {
     return nullptr;
   }
   const bool arch_specific = ptx_size == 0;
   const auto* text = arch_specific ? nullptr : reinterpret_cast<char*>(copied(ptx, ptx_size));
   self->kernel->add_variant(Variant{reinterpret_cast<char*>(copied(name, Py_ssize_t(std::strlen(name)))),
-                             copied(cubin, cubin_size), text, capability, arch_specific, threads, shared,
+                             copied(cubin, cubin_size), text, capability, arch_specific, threads, shared, scratch,
                              copied(classes, class_count), copied(parameter_passing, passed_count)});
   Py_RETURN_NONE;
 }
@@ -219,10 +220,10 @@ PyObject* launcher_variant_count(PyObject* object, void*) {
 
 PyMethodDef methods[] = {
     {"add_variant", add_variant, METH_VARARGS,
-     "add_variant(name, threads, shared, classes, parameter_passing, device, function, owner)\n\nAdds a loaded function "
+     "add_variant(name, threads, shared, scratch, classes, parameter_passing, device, function, owner)\n\nAdds a loaded function "
      "of the driver for arguments of these classes on this device. Its owner is kept alive."},
     {"add_variant_image", add_variant_image, METH_VARARGS,
-     "add_variant_image(name, cubin, ptx, capability, threads, shared, classes, parameter_passing)\n\nAdds machine code for "
+     "add_variant_image(name, cubin, ptx, capability, threads, shared, scratch, classes, parameter_passing)\n\nAdds machine code for "
      "arguments of these classes, loaded by the first launch on a GPU that can run it. Code without PTX is for one "
      "architecture only."},
     {nullptr, nullptr, 0, nullptr}};

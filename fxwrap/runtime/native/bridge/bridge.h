@@ -48,7 +48,7 @@
 namespace fxwrap {
 
 // Incremented by each change here that breaks previously compiled libraries.
-constexpr int64_t abi_version = 9;
+constexpr int64_t abi_version = 10;
 
 // Places in a Frame. Declared by the program: constexpr Slot x{0}, y{1};
 enum Slot : int32_t {};
@@ -229,6 +229,7 @@ struct Variant {
   bool arch_specific;           // it runs on no other architecture
   int32_t threads;         // of a block
   int32_t shared;          // bytes of shared memory of a block
+  int32_t scratch;         // bytes of scratch memory of a block on the device, as for tensor descriptors
   const uint8_t* classes;  // the argument class of each parameter
   const uint8_t* parameter_passing;   // how each parameter is passed to the function
 };

@@ -1,7 +1,10 @@
 // Kernels by name with their compiled variants, and launches from emitted C++.
 #include "cuda/launch.h"
 
+#include <ATen/ops/empty.h>
+
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -108,13 +111,22 @@ KernelVariantCache::Entry* KernelVariantCache::find(const uint8_t* classes, int 
   return nullptr;
 }
 
+// Memory for all blocks of a launch; none if they need none. What is allocated on the same stream later may use it, and
+// runs after the launch.
+static at::Tensor scratch_memory(const Variant& variant, const Grid& grid, int device) {
+  if (variant.scratch == 0) return {};
+  const int64_t bytes = grid.x * grid.y * grid.z * variant.scratch;
+  return at::empty({bytes}, at::TensorOptions(at::Device(at::kCUDA, device)).dtype(at::kByte));
+}
+
 bool KernelVariantCache::launch(const Grid& grid, Arguments& arguments) const {
   Entry* entry = find(arguments.classes_, arguments.device_);
   if (entry == nullptr) return false;
   const Variant& variant = entry->variant;
-  static constexpr int scratch = 2;  // Triton's kernels have two more pointers, to scratch memory that variants do not need
-  static void* no_scratch = nullptr;
-  void* passed[Arguments::most + scratch];
+  const at::Tensor memory = scratch_memory(variant, grid, arguments.device_);
+  // Triton's kernels have two more pointers: to scratch memory, and to that of a profiler.
+  void* scratch[] = {memory.defined() ? memory.mutable_data_ptr() : nullptr, nullptr};
+  void* passed[Arguments::most + std::size(scratch)];
   int count = 0;
   for (int i = 0; i < arguments.count_; ++i) {
     uint64_t& value = arguments.values_[i];
@@ -125,7 +137,7 @@ bool KernelVariantCache::launch(const Grid& grid, Arguments& arguments) const {
     }
     passed[count++] = &value;
   }
-  for (int i = 0; i < scratch; ++i) passed[count++] = &no_scratch;
+  for (void*& pointer : scratch) passed[count++] = &pointer;
   // Kernels wait for the one before them if they were compiled for a chip that can; 0 is that of the device.
   const bool waits = variant.capability == 0 || variant.capability >= driver::first_dependent_capability;
   driver::launch(entry->on(arguments.device_), variant.name, arguments.device_, grid, variant.threads, variant.shared,
