@@ -126,7 +126,7 @@ GPU = replace(
         name: getattr(CUDA, name)
         for name in (
             "massively_parallel", "combo_kernel_bytes", "combo_large_kernels", "instructions_per_byte",
-            "counted_sort_elements",
+            "counted_sort_elements", "supports_tensor_descriptors",
         )
     },
     convolutions=replace(CUDA.convolutions, prepacked_dtypes=CPU.convolutions.prepacked_dtypes),
@@ -136,7 +136,8 @@ GPU = replace(
             name: getattr(CUDA.matmuls, name)
             for name in (
                 "unfused_bias_dtypes", "generated_dequantised_rows", "generated_unaligned_products",
-                "generated_grouped_rows", "sorted_expert_dtypes", "stacked_expert_bytes", "packed_bytes",
+                "generated_grouped_rows", "described_grouped_rows", "sorted_expert_dtypes", "stacked_expert_bytes",
+                "packed_bytes",
             )
         },
         generated_rows=((torch.float16, 16), (torch.bfloat16, 16)),

@@ -7,5 +7,6 @@ A vendor's package registers a device type like fxwrap does CPU and CUDA:
 See `docs/devices.md`.
 """
 
+from fxwrap.devices.matmul_traits import *
 from fxwrap.devices.registry import *
 from fxwrap.devices.spec import *

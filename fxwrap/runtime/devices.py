@@ -205,7 +205,8 @@ def _gpu_limits(device: torch.device) -> dict[str, int]:
         return {}
     gpu = gpu_properties(device)
     shared = getattr(gpu, "shared_memory_per_block_optin", None)  # some builds of torch for AMD's GPUs lack it
-    return {"multiprocessors": gpu.multi_processor_count, **({"shared_memory_bytes": shared} if shared else {})}
+    limits = {"multiprocessors": gpu.multi_processor_count, **({"shared_memory_bytes": shared} if shared else {})}
+    return {**limits, "supports_tensor_descriptors": torch.version.hip is None and gpu.major >= 9}
 
 
 CUDA_RUNTIME = DeviceRuntime(

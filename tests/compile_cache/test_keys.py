@@ -364,3 +364,5 @@ def test_a_gpu_without_an_index_is_the_current_one(monkeypatch: pytest.MonkeyPat
     assert dataclasses.replace(CUDA, **limits) == dataclasses.replace(
         CUDA, multiprocessors=132, shared_memory_bytes=1 << 17
     )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda item: properties(f"{item}", 8, 0, 108, 1 << 17))
+    assert not CUDA_RUNTIME.read_limits(torch.device("cuda"))["supports_tensor_descriptors"]

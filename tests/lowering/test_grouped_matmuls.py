@@ -94,3 +94,19 @@ def test_gathered_rows_are_checked_before() -> None:
     torch.testing.assert_close(result.double(), exact(x[tokens], into, ends), rtol=2e-2, atol=2e-2)
     with pytest.raises(IndexError, match="out of bounds for a dimension of size 150"):
         program(x, tokens + 1, into, ends)
+
+
+@pytest.mark.parametrize("emitter", ["python", "fx", "cpp"])
+def test_many_rows_of_a_group_are_loaded_through_descriptors(emitter: str) -> None:
+    """Gathered rows are not. Launches by torch's operator for Triton kernels would have no scratch memory."""
+    x, into, ends = operands([290, 0, 300], dtype=torch.bfloat16)
+    tokens = torch.arange(590).flip(0)
+    device = dataclasses.replace(CPU, massively_parallel=True, supports_tensor_descriptors=True)
+    options = Options(
+        matmul_kernels="generated", cpu_kernels="triton", compile_cache=False, devices=(device,), emitter=emitter
+    )
+    inputs = x, tokens, into, ends
+    program = fxwrap.compile_graph(make_fx(gathered)(*inputs), inputs, options=options)
+    (text,) = [item.source for item in program.program.kernels if "tl.dot" in item.source]
+    assert text.count("tl.make_tensor_descriptor(") == 1
+    torch.testing.assert_close(program(*inputs)[0].double(), exact(x[tokens], into, ends), rtol=2e-2, atol=2e-2)

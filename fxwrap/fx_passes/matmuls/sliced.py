@@ -67,7 +67,7 @@ def _match_grouped(node: Node, fakes: NodeValues, context: FxPassContext) -> Mat
     if spec is None or rows.ndim != 2 or weights.ndim != 3:
         return None
     sizes, has_columns = (rows.shape[0], weights.shape[0]), weights.stride(1) == 1
-    if not spec.matmuls.generates_grouped(context.options.matmul_kernels, rows.dtype, *sizes, has_columns):
+    if not spec.generates_grouped(context.options.matmul_kernels, rows.dtype, *sizes, has_columns):
         return None
     return Matmul(node, left, right, None)
 

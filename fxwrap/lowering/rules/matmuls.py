@@ -214,7 +214,7 @@ def _grouped_mm(
     if offsets is None:
         return _matrix_product(call, left, right)
     (count, *_), (rows, *_) = right.sizes, left.sizes
-    is_generated = call.spec.matmuls.generates_grouped
+    is_generated = call.spec.generates_grouped
     if not is_generated(call.matmul_kernels, left.dtype, rows, count, _has_contiguous_columns(right)):
         raise Declined(library_call_reason(call.name) or "a library call")
     if len(left.sizes) != 2 or len(right.sizes) != 3 or not isinstance(count, int) or not count:

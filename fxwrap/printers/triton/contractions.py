@@ -24,9 +24,9 @@ from fxwrap.loop_ir import (
     operation_dtype,
     widened_dtype,
 )
+from fxwrap.printers.triton.descriptors import DescriptorPrinter
 from fxwrap.printers.triton.kernel_text import BodyParameters, parenthesize
 from fxwrap.printers.triton.operations import TRITON_DTYPES
-from fxwrap.printers.triton.shared_elements import ContractionLoadPrinter
 from fxwrap.printers.triton.tiling import Dimension, DotConfiguration, GroupSumConfiguration, Tile
 
 _DOT_FLOAT8 = {torch.float8_e4m3fn: "dot_float8_e4m3fn", torch.float8_e5m2: "dot_float8_e5m2"}
@@ -36,7 +36,7 @@ _IMPRECISE_PRODUCTS = 128
 """The number of float8 products that tensor cores add with fewer bits than float32 has."""
 
 
-class DotPrinter(ContractionLoadPrinter):
+class DotPrinter(DescriptorPrinter):
     """Prints a contraction whose tile has the dimensions y and x, one of them of rows and one of columns.
 
     Operands are blocks of (y, r) and (r, x), results blocks of (y, x). The current one of these three determines the
@@ -240,6 +240,10 @@ class DotPrinter(ContractionLoadPrinter):
     def _emit_sums(self, targets: tuple[set[int], set[int]], prologues: list[set[int]], count: str) -> None:
         """Prints the loop over `count` elements of the reduced axes, which adds the products of blocks."""
         r, start = self._dimension("r"), self._stable_name("start")
+        if isinstance(self.configuration, DotConfiguration) and self.configuration.descriptors:
+            for block, prologue in zip(("yr", "rx"), prologues, strict=True):
+                self._enter(block)
+                self._emit_descriptors(prologue)
         self.line(f"for {start} in tl.range(0, {count}, {r.block_constant}, num_stages=LOOP_STAGES):")
         self.depth += 1
         left = self._emit_operands("yr", targets[0], prologues[0], start)

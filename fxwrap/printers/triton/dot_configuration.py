@@ -77,6 +77,9 @@ _GROUP_BLOCK_ROWS = ((48, 128), (24, 64), (13, 32), (0, 16))
 _GROUP_BAND_ROWS = 1024
 """The most rows of a band of blocks of one group each, of which few share weights."""
 
+_MAX_POINTER_ROWS = 128
+"""The largest average rows of a group with which loads by pointers are as fast as those by tensor descriptors."""
+
 _GROUPED_ROW_BLOCK = (4, 1024, 2)
 """Columns, elements of a column and warps of a row that has a matrix of its own."""
 
@@ -215,7 +218,10 @@ def _group_block_configurations(
     preferred = sorted(blocks, key=lambda item: item.y_block != rows)
     bands = [min(_band(contraction, item, hint, spec), _GROUP_BAND_ROWS // item.y_block) for item in preferred]
     banded = [replace(item, band=band) for item, band in zip(preferred, bands, strict=True)]
-    return fitting(banded, partial(_shared_bytes, contraction), _smaller, spec)
+    fit = fitting(banded, partial(_shared_bytes, contraction), _smaller, spec)
+    if in_group <= _MAX_POINTER_ROWS or not spec.supports_tensor_descriptors:
+        return fit
+    return [*[replace(item, descriptors=True) for item in fit], fit[0]]
 
 
 def _saturating_programs(spec: DeviceSpec) -> int:

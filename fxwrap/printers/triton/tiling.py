@@ -169,10 +169,12 @@ class TileConfiguration(BlockConfiguration):
 class DotConfiguration(BlockConfiguration):
     """A contraction by dots of blocks of its operands.
 
-    Programs go through `band` blocks of rows, which stay in a cache, for each block of columns; 0 are all blocks.
+    Programs go through `band` blocks of rows, which stay in a cache, for each block of columns; 0 are all blocks. With
+    `descriptors`, operands are loaded through tensor descriptors where these describe them (`descriptors.py`).
     """
 
     band: int = 0
+    descriptors: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
