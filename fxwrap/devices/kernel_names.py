@@ -15,7 +15,7 @@ _PREFIX: Final = "fxwrap_"
 _UNNAMED: Final = "kernel"
 _MAX_NAME_LENGTH: Final = 100
 _DEFINITION = re.compile(rf'^(?:def|extern "C" void) ({_PREFIX}\w+)\(', re.MULTILINE)
-
+_DESCRIBED = re.compile(r"tl\.make_tensor_descriptor\((\w+)")
 
 EARLY_READS: Final = "early_reads"
 """The option of a kernel that waits for the launches before it: the positions of the tensors that it reads before."""
@@ -48,9 +48,15 @@ def is_printed(source: str) -> bool:
     return _DEFINITION.search(source) is not None
 
 
-def needs_scratch_memory(source: str) -> bool:
-    """Whether a kernel's launches pass scratch memory, in which its programs make tensor descriptors."""
-    return "tl.make_tensor_descriptor(" in source
+def described_parameters(source: str) -> frozenset[int]:
+    """Returns the positions of the tensors that a kernel's descriptors describe, whose addresses 16 divides.
+
+    Launches of a kernel with descriptors pass scratch memory, in which its programs make these.
+    """
+    names = frozenset(_DESCRIBED.findall(source))
+    head = re.search(rf"^def {find_function_name(source)}\(([^)]*)\)", source, re.MULTILINE) if names else None
+    parameters = head[1].split(", ") if head else []
+    return frozenset([position for position, name in enumerate(parameters) if name in names])
 
 
 def kernel_content_hash(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fxwrap.devices import CUDA
+from fxwrap.devices.kernel_names import described_parameters
 from fxwrap.loop_ir import Kernel, find_contraction, find_grouped_contraction, parse_kernel
 from fxwrap.printers.triton import DotConfiguration, GroupBlockConfiguration, configurations, print_triton
 from tests.printers.test_triton_printer_compile import compiled
@@ -51,7 +52,8 @@ def tile(kernel: Kernel, rows_first: bool = True) -> DotConfiguration:
         ("40*i + k", "40*j + k", 2),
         ("40*i + k", "24*k + j", 2),
         ("40*k + i", "40*j + k", 2),
-        ("40*i + k + 7", "40*j + k + 1024", 2),
+        ("40*i + k + 8", "40*j + k + 1024", 2),
+        ("40*i + k + 7", "40*j + k", 1),
         ("36*i + k", "40*j + k", 1),  # rows are 72 bytes from each other
         ("40*i + 2*k", "40*j + k", 1),
         ("40*i + k", "41*j + k", 1),
@@ -65,12 +67,12 @@ def test_matrices_are_described(left: str, right: str, described: int, rows_firs
 
 @pytest.mark.parametrize("skipped", [1, 3, 7])
 def test_tensors_may_begin_at_any_address(skipped: int) -> None:
-    """A descriptor begins at a multiple of 16 bytes, and the evaluator's results are of the same elements."""
+    """A launch copies a tensor at an address that is no multiple of 16 bytes."""
     kernel = matmul()
     tensors = {name: torch.randn(4096 + 8).half()[skipped : skipped + 4096] for name in "aw"}
     assert all(item.data_ptr() % 16 for item in tensors.values())
     source = check(kernel, tile(kernel), tensors, tolerance=1e-3)
-    assert source.count("tl.make_tensor_descriptor(") == 2
+    assert described_parameters(source) == {0, 1}
 
 
 def test_elements_beyond_a_matrix_are_zeros() -> None:
@@ -132,22 +134,37 @@ for [i: 37, j: 24] reduce [k: 40] {
 """
 
 
+def group_blocks(kernel: Kernel, rows_first: bool) -> GroupBlockConfiguration:
+    """Blocks of 16 rows of one of four groups and 16 columns, with descriptors."""
+    contraction = find_grouped_contraction(kernel)
+    assert contraction is not None and contraction.group is not None
+    pair = contraction.rows, contraction.columns
+    y, x = pair if rows_first else pair[::-1]
+    return GroupBlockConfiguration(
+        x=x, y=y, x_block=16, y_block=16, r_block=32, num_stages=2, rows=contraction.rows, groups=4, descriptors=True
+    )
+
+
 @pytest.mark.parametrize("rows_first", [True, False])
 @pytest.mark.parametrize("weights", ["40*j + k", "24*k + j"])
 def test_blocks_of_groups(weights: str, rows_first: bool) -> None:
     """The matrix of a group is one of its own; rows of other groups are loaded, and do not matter."""
     kernel = parse_kernel(GROUPED.replace("WEIGHTS", weights))
-    contraction = find_grouped_contraction(kernel)
-    assert contraction is not None and contraction.group is not None
-    pair = contraction.rows, contraction.columns
-    y, x = pair if rows_first else pair[::-1]
-    blocks = GroupBlockConfiguration(
-        x=x, y=y, x_block=16, y_block=16, r_block=32, num_stages=2, rows=contraction.rows, groups=4, descriptors=True
-    )
+    blocks = group_blocks(kernel, rows_first)
     for sizes in ([5, 20, 0, 12], [0, 1, 16, 20], [0, 0, 0, 37]):
         groups = torch.arange(4).repeat_interleave(torch.tensor(sizes))
         source = check(kernel, blocks, {"group": groups}, tolerance=1e-3)
         assert source.count("tl.make_tensor_descriptor(") == 2
+
+
+@pytest.mark.parametrize("rows_first", [True, False])
+def test_rows_of_a_group_that_begin_anywhere_in_a_line_are_not_described(rows_first: bool) -> None:
+    """Rows are beside each other in memory, and a group begins at any of them."""
+    text = GROUPED.replace("WEIGHTS", "40*j + k").replace("37", "40").replace("a[40*i + k]", "a[40*k + i]")
+    kernel = parse_kernel(text.replace("f16[1480]", "f16[1600]").replace("f32[888]", "f32[960]"))
+    groups = torch.arange(4).repeat_interleave(torch.tensor([5, 20, 0, 15]))
+    source = check(kernel, group_blocks(kernel, rows_first), {"group": groups}, tolerance=1e-3)
+    assert described_parameters(source) == {1}
 
 
 def test_descriptors_are_made_in_scratch_memory() -> None:

@@ -18,7 +18,7 @@ from fxwrap.converters.fx.emitter import GraphEmitter
 from fxwrap.converters.fx.nodes import CallTarget
 from fxwrap.converters.fx.regions import call_functional_region, call_region
 from fxwrap.devices import FX, language_traits
-from fxwrap.devices.kernel_names import needs_scratch_memory
+from fxwrap.devices.kernel_names import described_parameters
 from fxwrap.lines import Launch
 from fxwrap.loop_ir import FLOAT8
 from fxwrap.runtime import kernel_table
@@ -124,7 +124,7 @@ class _LaunchCall:
         traits = language_traits(self.kernel.language)
         operands = [*self.tensors, *self.line.outs]
         has_bytes = not traits.user_defined and any(item.tensor_type.dtype in FLOAT8 for item in operands)
-        needs_scratch = not traits.user_defined and needs_scratch_memory(self.kernel.source)
+        needs_scratch = not traits.user_defined and bool(described_parameters(self.kernel.source))
         return traits.is_triton and not (self.emitter.launches_by_hash or has_bytes or needs_scratch)
 
     @property

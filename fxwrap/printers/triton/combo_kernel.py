@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from fxwrap.devices import DeviceSpec
+from fxwrap.devices.kernel_names import described_parameters
 from fxwrap.loop_ir import DeviceAssert
 from fxwrap.names import NameAllocator
 from fxwrap.printers.printed_kernel import PrintedKernel
@@ -52,14 +53,15 @@ class _SlotNames:
 def group_key(kernel: PrintedKernel) -> Hashable:
     """Returns a key that is equal for kernels that can be combined; None for a kernel that cannot be combined.
 
-    A kernel needs the loop IR that its source was printed from, a one-dimensional grid of known size and no assertion.
+    A kernel needs the loop IR that its source was printed from, a one-dimensional grid of known size, no assertion and
+    no descriptors, which describe parameters.
     """
     scheduled = kernel.scheduled
     if not isinstance(scheduled, ScheduledKernel) or scheduled.source != kernel.source:
         return None
     if any(isinstance(item, DeviceAssert) for item in scheduled.kernel.operations):
         return None
-    if not isinstance(kernel.grid[0], int) or kernel.grid[1:] != (1, 1):
+    if not isinstance(kernel.grid[0], int) or kernel.grid[1:] != (1, 1) or described_parameters(kernel.source):
         return None
     text, _ = scheduled.template
     return text.head, text.parameters, text.constants, text.body, kernel.signature, kernel.options

@@ -1,7 +1,7 @@
 """Operands of contractions that tensor descriptors describe: a GPU loads a block of a matrix by one instruction (TMA).
 
-A kernel makes its descriptors itself, so that a launch has the same arguments with and without them. A descriptor
-begins at a multiple of 16 bytes: one of another address begins before it, and its columns are shifted.
+A kernel makes its descriptors itself, so that a launch has the same arguments with and without them. Addresses of
+matrices, of their rows and of blocks are multiples of 16 bytes: launches copy a tensor at another address.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fxwrap.printers.triton.shared_elements import ContractionLoadPrinter
 from fxwrap.printers.triton.tiling import Dimension, TiledConfiguration
 
 _ALIGNMENT = 16
-"""The bytes that the address of a descriptor and the distances of its rows are multiples of, and its least row."""
+"""The bytes that the addresses of matrices, of their rows and of blocks are multiples of."""
 
 
 @dataclass(frozen=True)
@@ -41,22 +41,15 @@ def find_matrix(load: Load, dimensions: Sequence[Dimension]) -> DescribedMatrix 
     if 1 not in steps:
         return None
     rows, columns = (1, 0) if steps[0] == 1 else (0, 1)
-    stride, itemsize = steps[rows], load.dtype.itemsize
-    if stride is None or stride <= 0 or stride * itemsize % _ALIGNMENT:
-        return None
-    if dimensions[columns].block * itemsize < _ALIGNMENT:
+    stride = steps[rows]
+    if stride is None or stride <= 0:
         return None
     first: dict[Atom, IndexLike] = dict.fromkeys([axis for item in dimensions for axis in item.axes], 0)
-    return DescribedMatrix(load.index.substitute(first), dimensions[rows], dimensions[columns], stride)
-
-
-@dataclass(frozen=True)
-class _Descriptor:
-    """A matrix, and the names of its descriptor and of the columns before its first one."""
-
-    matrix: DescribedMatrix
-    name: str
-    shift: str
+    base = load.index.substitute(first)
+    offsets = (stride, dimensions[columns].block, *[coefficient for _, coefficient in base.terms])
+    if any(offset * load.dtype.itemsize % _ALIGNMENT for offset in offsets):
+        return None
+    return DescribedMatrix(base, dimensions[rows], dimensions[columns], stride)
 
 
 class DescriptorPrinter(ContractionLoadPrinter):
@@ -66,7 +59,7 @@ class DescriptorPrinter(ContractionLoadPrinter):
         self, kernel: Kernel, configuration: TiledConfiguration, limits: Mapping[str, int], parameters: BodyParameters
     ) -> None:
         super().__init__(kernel, configuration, limits, parameters)
-        self.descriptors: dict[int, _Descriptor] = {}
+        self.descriptors: dict[int, tuple[DescribedMatrix, str]] = {}
         self.starts: dict[str, str] = {}
 
     def _emit_descriptors(self, prologue: Iterable[int]) -> None:
@@ -76,27 +69,33 @@ class DescriptorPrinter(ContractionLoadPrinter):
             matrix = find_matrix(load, self.tile.dimensions) if isinstance(load, Load) else None
             if matrix is None or self._index_dimensions(matrix.base) or position in self.runs:
                 continue
+            if not self._is_aligned(matrix.columns):
+                continue
             assert isinstance(load, Load), "a matrix is loaded"
-            address, shift, name = [self.names.create_name(item) for item in ("matrix", "shift", "descriptor")]
-            self.line(f"{address} = {self._address(load.buffer, matrix.base, frozenset(), frozenset())}", load.origin)
-            self.line(f"{shift} = ({address}.to(tl.int64) % {_ALIGNMENT} // {load.dtype.itemsize}).to(tl.int32)")
+            name = self.names.create_name("descriptor")
+            address = self._address(load.buffer, matrix.base, frozenset(), frozenset())
             rows, columns = [self.index_printer.size_operand(item.size) for item in (matrix.rows, matrix.columns)]
             blocks = f"[{matrix.rows.block_constant}, {matrix.columns.block_constant}]"
-            shape, strides = f"[{rows}, {columns} + {shift}]", f"[{matrix.stride}, 1]"
-            self.line(f"{name} = tl.make_tensor_descriptor({address} - {shift}, {shape}, {strides}, {blocks})")
-            self.descriptors[position] = _Descriptor(matrix, name, shift)
+            shape, strides = f"[{rows}, {columns}]", f"[{matrix.stride}, 1]"
+            text = f"{name} = tl.make_tensor_descriptor({address}, {shape}, {strides}, {blocks})"
+            self.line(text, load.origin)
+            self.descriptors[position] = matrix, name
+
+    def _is_aligned(self, _dimension: Dimension) -> bool:
+        """Whether blocks along a dimension begin at multiples of their size."""
+        return True
 
     def _load(self, position: int, operation: Load, looped: bool, last_use: bool) -> None:
         descriptor = self.descriptors.get(position)
         if descriptor is None:
             super()._load(position, operation, looped, last_use)
             return
-        matrix = descriptor.matrix
+        matrix, name = descriptor
         row, column = [parenthesize(self.starts[item.name]) for item in (matrix.rows, matrix.columns)]
         if self.use_int64:
             row, column = f"{row}.to(tl.int32)", f"{column}.to(tl.int32)"
         transposed = "" if self.tile.dimensions[0] is matrix.rows else ".T"
-        text = f"{descriptor.name}.load([{row}, {column} + {descriptor.shift}]){transposed}"
+        text = f"{name}.load([{row}, {column}]){transposed}"
         self._assign(position, operation, operation.buffer, text)
 
     def _emit_block_offsets(self, dimension: Dimension, start: str) -> None:

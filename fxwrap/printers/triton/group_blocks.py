@@ -40,6 +40,9 @@ class GroupBlockPrinter(DotPrinter):
     def _is_masked(self, dimension: Dimension) -> bool:
         return dimension is not self._rows and super()._is_masked(dimension)
 
+    def _is_aligned(self, dimension: Dimension) -> bool:
+        return dimension is not self._rows
+
     def _emit_block_offsets(self, dimension: Dimension, start: str) -> None:
         super()._emit_block_offsets(dimension, start)
         if dimension is self._rows:

@@ -4,8 +4,7 @@ The interpreter has no libdevice functions: torch's equivalents replace them. It
 when it broadcasts scalars. In Triton 3.6 it converts loop bounds in a way that NumPy removed. Its reductions and scans
 combine elements one by one in Python; the patches combine whole slices. Its dot multiplies the bits of bfloat16, and
 its casts to bfloat16 truncate where a GPU rounds to the nearest number. It has no atomic addition of bfloat16. It
-compares each sum and product of integers with the limits of their type, and reads the result in debug mode only. It
-refuses blocks of tensor descriptors that begin at no multiple of 16 bytes, which GPUs load.
+compares each sum and product of integers with the limits of their type, and reads the result in debug mode only.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 from collections.abc import Callable
-from copy import copy
 from functools import cache
 from typing import Any
 
@@ -52,11 +50,6 @@ def interpreter_patches() -> tuple[tuple[object, str, object], ...]:
         torch_compat.interpreter_language_patch(),
         (semantic, "binary_op_sanitize_overflow_impl", _overflow_check(semantic.binary_op_sanitize_overflow_impl)),
         (importlib.import_module("triton.language"), "device_assert", _require),
-        (
-            interpreter.TensorDescHandle,
-            "materialize_pointers",
-            _block_pointers(interpreter.TensorDescHandle.materialize_pointers),
-        ),
         (interpreter.ReduceOps, "generic_reduce", _reduce),
         (interpreter.ScanOps, "generic_scan", _scan),
     )
@@ -152,21 +145,6 @@ def _atomic(original: Callable[..., Any]) -> Callable[..., Any]:
         return importlib.import_module("triton.runtime.interpreter").TensorHandle(before, value.dtype.scalar)
 
     return update
-
-
-def _block_pointers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the pointers of a descriptor's block: those of a matrix that begins at the block's first column."""
-    handle = importlib.import_module("triton.runtime.interpreter").TensorHandle
-
-    def pointers(descriptor: Any, offsets: Any) -> Any:
-        *rows, start = offsets
-        moved, size = copy(descriptor), descriptor.shape[-1]
-        bytes_before = (start.data * (descriptor.base.dtype.element_ty.primitive_bitwidth // 8)).astype(_numpy().uint64)
-        moved.base = handle(descriptor.base.data + bytes_before, descriptor.base.dtype)
-        moved.shape = [*descriptor.shape[:-1], handle(size.data - start.data, size.dtype)]
-        return original(moved, [*rows, handle(_numpy().zeros_like(start.data), start.dtype)])
-
-    return pointers
 
 
 def _dot(_builder: Any, left: Any, right: Any, sums: Any, _precision: Any, _max_imprecise: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fxwrap.devices import TRITON
-from fxwrap.devices.kernel_names import DEPENDENT, needs_scratch_memory
+from fxwrap.devices.kernel_names import DEPENDENT, described_parameters
 from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText
 from fxwrap.runtime.triton.compile import (
     import_triton,
@@ -29,7 +29,7 @@ from fxwrap.runtime.triton.compile import (
     triton_lock,
 )
 from fxwrap.runtime.triton.interpreter import interpreter_patches
-from fxwrap.runtime.triton.launchers import make_launcher
+from fxwrap.runtime.triton.launchers import aligned_arguments, make_launcher
 
 _LIBRARY = ("triton.language", "triton.language.standard", "triton.language.random", "triton.language.math")
 _CORE = "triton.language.core"
@@ -58,6 +58,7 @@ class _TritonKernel:
         self._kernel = kernel
         self.constants, self._options = split_launch_options(kernel.options)
         self._has_bytes = "*u8" in kernel.signature
+        self._described = described_parameters(kernel.source)
 
     @cached_property
     def _on_gpu(self) -> Any:
@@ -75,10 +76,10 @@ class _TritonKernel:
 
     def launch(self, grid: Sequence[int], *arguments: torch.Tensor | float) -> object:
         """Launches it on a GPU if there is a tensor on one, else in Triton's interpreter."""
-        arguments = tuple(self._arguments(arguments))
+        arguments = tuple(aligned_arguments(self._arguments(arguments), self._described))
         if any(isinstance(item, torch.Tensor) and not item.is_cpu for item in arguments):
             launch = partial(self._on_gpu[tuple(grid)], *arguments, **self.constants, **self._options)
-            return _with_scratch_memory(launch) if needs_scratch_memory(self._kernel.source) else launch()
+            return _with_scratch_memory(launch) if self._described else launch()
         function = self._interpreted
         with interpreter_mode(), unwrap_interpreter_errors(function.__name__):
             function[tuple(grid)](*arguments, **self.constants)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fxwrap.devices.kernel_names import described_parameters
 from fxwrap.errors import NativeBuildError
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.native import InterimLauncher, find_bridge, launcher_class
@@ -96,12 +97,16 @@ def make_native_launcher(
     kernel: KernelText, constants: Collection[str], triton: TritonCalls, dependent: bool = False
 ) -> NativeLauncher:
     """Returns the kernel's launcher. Raises NativeBuildError where the bridge cannot be built."""
-    added, is_launched_by_triton = dict[int, object](), False
+    added, is_launched_by_triton, described = dict[int, object](), False, described_parameters(kernel.source)
 
     def fallback(grid: Sequence[int], *arguments: torch.Tensor | float) -> None:
         nonlocal is_launched_by_triton
         if _load_prebuilt(launcher, kernel.symbol):
             launcher(grid, *arguments)
+            return
+        aligned = aligned_arguments(arguments, described)
+        if aligned is not arguments:
+            launcher(grid, *aligned)
             return
         tensor = next((item for item in arguments if isinstance(item, torch.Tensor) and item.is_cuda), None)
         with nullcontext() if tensor is None else torch.cuda.device(tensor.device):
@@ -118,6 +123,25 @@ def make_native_launcher(
 
     launcher: NativeLauncher = launcher_class()(kernel.symbol, ", ".join(kernel.signature), fallback, dependent)
     return launcher
+
+
+def aligned_arguments(
+    arguments: Sequence[torch.Tensor | float], described: Collection[int]
+) -> Sequence[torch.Tensor | float]:
+    """Returns the arguments of a launch, with copies of the tensors at these positions that 16 does not divide."""
+    copies = dict[int, torch.Tensor]()
+    for at in described:
+        item = arguments[at]
+        if isinstance(item, torch.Tensor) and item.data_ptr() % 16:
+            copies[at] = _aligned_copy(item)
+    return [copies.get(at, item) for at, item in enumerate(arguments)] if copies else arguments
+
+
+@torch.no_grad()
+def _aligned_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy in new memory, whose elements are as far from each other."""
+    extent = 1 + sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)])
+    return tensor.as_strided((extent,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
 
 
 def add_variant(launcher: NativeLauncher, compiled: Any, constants: Collection[str], device: int) -> bool:
