@@ -92,6 +92,15 @@ def test_triton_launches_what_only_it_can_launch(
     assert by_triton.launches == 3 and len(by_triton.functions) == 1 and launch.variant_count == 0
 
 
+def test_unaligned_operands_of_descriptors_are_copied() -> None:
+    memory = torch.randn(80)
+    whole, shifted = memory[4:].as_strided((5, 6), (12, 2)), memory[1:].as_strided((5, 6), (12, 2))
+    assert launchers.aligned_arguments([whole, shifted, 3], {0}) == [whole, shifted, 3]
+    first, second, number = launchers.aligned_arguments([whole, shifted, 3], {0, 1})
+    assert first is whole and number == 3 and isinstance(second, torch.Tensor)
+    assert second.data_ptr() % 16 == 0 and second.stride() == shifted.stride() and torch.equal(second, shifted)
+
+
 @pytest.mark.parametrize("capability", [90, 80])
 def test_saved_binaries_are_launched_without_triton(
     driver: FakeDriver, chip: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int
