@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import triton
 
 from fxwrap.loop_ir import Kernel, find_contraction, parse_kernel
 from fxwrap.printers.triton import (
@@ -172,8 +173,20 @@ def test_a_gpu_unpacks_whole_registers(rows: int) -> None:
     assert len(re.findall(r"cp\.async\.\w+\.shared", ptx)) > 2, "weights and rows are read ahead"
 
 
+STORED_OPERANDS = pytest.mark.xfail(
+    triton.__version__.startswith("3.8."),
+    reason="Triton 3.8 stores the operands that two dots of a step read, rows and ones, to shared memory",
+    raises=AssertionError,
+    strict=True,
+)
+
+
 @pytest.mark.parametrize(
-    "kernel", [large(8), parse_kernel(PLAIN.format(row="bf16").replace("256", "4096"))], ids=["int4", "int8"]
+    "kernel",
+    [
+        pytest.param(large(8), marks=STORED_OPERANDS, id="int4"),
+        pytest.param(parse_kernel(PLAIN.format(row="bf16").replace("256", "4096")), id="int8"),
+    ],
 )
 def test_the_text_tells_the_shared_memory_of_its_loops(kernel: Kernel) -> None:
     """As much as Triton allocates for the loads of all stages but one."""
