@@ -74,6 +74,11 @@ TRANSPOSED = Formula(
 )  # fmt: skip
 """The bias reads the gradient of scores whose rows are keys: one transposition has cancelled another."""
 
+KEYS_AS_ROWS = dataclasses.replace(
+    TRANSPOSED, bias=(True, True), transposed=frozenset({"scores", "softmax", "weights"}), factor="divides"
+)
+"""Eager's gradient of the bias has keys as rows in memory, and so has the program's."""
+
 
 def _step(function: Callable[..., Tensor], trained: Sequence[int] = (0, 1, 2)) -> Callable[..., tuple[Tensor, ...]]:
     """Returns a function of the output's gradient and operands: the output, and gradients of trained operands."""
@@ -101,6 +106,7 @@ def _launched(planned: Planned) -> list[str]:
 
 @given(FORMULAS, st.booleans())
 @example(TRANSPOSED, True)
+@example(KEYS_AS_ROWS, True)
 @settings(max_examples=sample_size(25), suppress_health_check=[*QUIET, HealthCheck.large_base_example], deadline=None)
 def test_random_formulas(formula: Formula, trains_bias: bool) -> None:
     """Output and gradients of a traced step are as near to float64 as eager's, and no matmul is left.

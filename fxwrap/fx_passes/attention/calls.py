@@ -350,7 +350,7 @@ class AttentionRewriter:
     ) -> tuple[Any, ...]:
         """Returns the gradients of (batch, heads, rows or keys, width), in memory as the nodes that they replace."""
         fakes = [self.copy.fakes[item] for item in tensors]
-        results = []
+        results, of_scores = [], list[torch.Tensor]()
         nodes = (backward.grad_query, backward.grad_key, backward.grad_value)
         with in_fake_mode(fakes[0].fake_mode):
             for fake, node in zip(fakes, nodes, strict=True):
@@ -361,7 +361,11 @@ class AttentionRewriter:
                 else:
                     is_transposed = node in backward.transposed
                     results.append(fake.new_empty(fake.mT.shape).mT if is_transposed else fake.new_empty(fake.shape))
-        return (*results, matrices)
+            for fake, node in zip(matrices, backward.matrices, strict=True):
+                replaced = self.fakes[node].mT if node in backward.transposed else self.fakes[node]
+                has_key_rows = is_contiguous(replaced.mT) and not is_contiguous(replaced)
+                of_scores.append(fake.new_empty(fake.mT.shape).mT if has_key_rows else fake)
+        return (*results, tuple(of_scores))
 
     def _block_mask(self, before: Node, mask_mod: torch.fx.GraphModule, name: str) -> tuple[object, ...]:
         """Returns one block of all rows and keys."""
