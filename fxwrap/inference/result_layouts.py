@@ -1,4 +1,4 @@
-"""Layouts of pointwise operators' results, which fake tensors and the operators' kernels may compute differently."""
+"""Layouts of results that fake tensors and the operators' kernels may compute differently."""
 
 from __future__ import annotations
 
@@ -8,15 +8,27 @@ from fxwrap import wrapper_ir as ir
 from fxwrap.lines import Alloc, ExternCall
 from fxwrap.torch_compat import OpOverload, operator_overload, out_variant_of
 
+_UNTAGGED = frozenset(
+    {
+        torch.ops.aten.binary_cross_entropy.default,
+        torch.ops.aten.complex.default,
+        torch.ops.aten.max_unpool2d.default,
+        torch.ops.aten.polar.default,
+        torch.ops.aten.reflection_pad3d.default,
+        torch.ops.aten.replication_pad3d.default,
+    }
+)
+"""Operators without torch's tag of pointwise ones, with strides that follow those of operands in eager mode only."""
+
 
 def has_uncertain_layout(operator: OpOverload, line: ExternCall, result: ir.TensorType) -> bool:
-    """Whether a pointwise operator may return other strides than fake tensors have.
+    """Whether an operator, most of these pointwise, may return other strides than fake tensors have.
 
     TensorIterator orders the dimensions by the strides of all operands. Its order of dimensions whose strides are equal
     or zero (size 1, broadcast) is not that of fake tensors, and some operators always return contiguous results. Both
     agree on contiguous operands of the result's sizes, or without any dimension that may have size 1.
     """
-    if torch.Tag.pointwise not in operator.tags:
+    if torch.Tag.pointwise not in operator.tags and operator not in _UNTAGGED:
         return False
     types = [value.type for value in ir.leaves((line.arguments, line.keywords)) if isinstance(value, ir.Value)]
     tensors = [type_ for type_ in types if isinstance(type_, ir.TensorType)]

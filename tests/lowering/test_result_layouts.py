@@ -1,4 +1,4 @@
-"""Extern calls of pointwise operators return the strides that the program declares, whatever the operands' layouts."""
+"""Extern calls of pointwise and similar operators return the declared strides, whatever the operands' layouts."""
 
 from __future__ import annotations
 
@@ -43,6 +43,18 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], str]] = {
     "always contiguous": (
         lambda x: aten.pow.Scalar(2.0, x) + torch.arange(6.0).view(3, 2).t(), (torch.randn(3, 2).t(),),
         "aten.pow.Scalar",
+    ),
+    "parts": (
+        lambda x, y: torch.view_as_real(torch.complex(x[:, :1].expand(3, 2), y)) + 1,
+        (torch.randn(3, 2), torch.randn(2, 3).t()), "aten.complex.default",
+    ),
+    "loss": (
+        lambda x, y: aten.binary_cross_entropy.default(x, y, None, 0) * torch.arange(6.0).view(3, 2),
+        (torch.rand(2, 3).t(), torch.rand(3, 2)), "aten.binary_cross_entropy.default",
+    ),
+    "padded": (
+        lambda x, y: aten.reflection_pad3d.default(x, (1, 1, 1, 1, 1, 1)) * y,
+        (torch.randn(3, 3, 4, 2).permute(3, 2, 1, 0), torch.randn(2, 6, 5, 5)), "aten.reflection_pad3d.default",
     ),
 }  # fmt: skip
 
