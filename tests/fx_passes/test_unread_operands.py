@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import fxwrap
 from fxwrap.devices import CPU
 from tests.fx_passes.test_separable_sums import gradient, trained
+from tests.support.versions import is_before
 
 GPU = fxwrap.Options(devices=(replace(CPU, massively_parallel=True, instructions_per_byte=4),))
 
@@ -59,7 +60,8 @@ def test_operands_of_symbolic_sizes_are_not_saved(name: str, dims: tuple[int, ..
         sizes = [size + more * (dim in dims) for dim, size in enumerate((2, 3, 8, 10))]
         x = torch.randn(sizes).to(memory_format=layout)
         torch.testing.assert_close(gradient(compiled, x, dims), gradient(function, x))
-    assert len(programs) == 2
+    recompiles = is_before("2.13") and name in ("average", "maximum") and 2 in dims  # whatever the backend
+    assert len(programs) == (4 if recompiles else 2)
     is_saved = name == "adaptive" and 2 in dims  # a library reads it
     assert (saved(graphs[1]) != []) == is_saved
     assert not any(kernel.name.startswith("full") for kernel in programs[1].kernels)
