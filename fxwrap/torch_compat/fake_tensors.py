@@ -48,12 +48,19 @@ def fake_tensor(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) 
     return FakeTensor(mode, meta, device)
 
 
-def fake_like(like: FakeTensor) -> FakeTensor:
-    """Returns a fake tensor of the same layout, with memory of its own that nothing has written."""
-    # Why: under a fake mode, an operator on fake tensors is dispatched several times.
+def fake_like(like: FakeTensor, storage: torch.UntypedStorage | None = None) -> FakeTensor:
+    """Returns a fake tensor of the same layout on a storage; None for a new one, as large, that nothing has written.
+
+    Why: under a fake mode, an operator on fake tensors is dispatched several times. `empty_strided` and `set_` compute
+    the bytes of a storage from symbolic sizes, which takes a hundred times as long as the copy of a storage.
+    """
     with torch._C._DisableTorchDispatch(), torch._C._DisablePythonDispatcher():
-        meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
-        return fake_tensor(like.fake_mode, meta, like.device)
+        meta = torch.empty(0, dtype=like.dtype, device="meta")
+        meta.set_(like.untyped_storage() if storage is None else storage, 0, (0,), (1,))
+        if storage is None:
+            meta = torch._lazy_clone(meta)
+        offset = 0 if storage is None else like.storage_offset()
+        return fake_tensor(like.fake_mode, meta.as_strided(like.shape, like.stride(), offset), like.device)
 
 
 def is_plain_fake(value: object, mode: FakeTensorMode) -> bool:

@@ -128,14 +128,10 @@ class Storages:
 
     def fake_like(self, like: FakeTensor, number: Hashable) -> FakeTensor:
         """Returns a fake tensor of the same layout on a storage, which is created if it does not exist."""
+        fake = fake_like(like, self.by_number.get(number))
         if number not in self.by_number:
-            fake = fake_like(like)
             self._set(number, fake.untyped_storage())
-            return fake
-        with torch._C._DisableTorchDispatch(), torch._C._DisablePythonDispatcher():
-            meta = torch.empty(0, dtype=like.dtype, device="meta")
-            meta.set_(self.by_number[number], like.storage_offset(), like.shape, like.stride())
-            return FakeTensor(like.fake_mode, meta, like.device)
+        return fake
 
     def _set(self, number: Hashable, storage: torch.UntypedStorage) -> None:
         self.by_number[number] = storage

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,12 +19,14 @@ from torch import Tensor, nn
 from torch._guards import TracingContext, detect_fake_mode
 from torch._logging._internal import trace_log
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.testing._internal.two_tensor import TwoTensor
 
 from fxwrap import Options
 from fxwrap.fx_passes import decomposition_table, find_known_results, partitioner
-from fxwrap.torch_compat import aot_autograd, storage_identity
+from fxwrap.torch_compat import aot_autograd, fake_like, storage_identity
+from fxwrap.torch_compat.fake_tensors import is_written
 from fxwrap.torch_compat.repeated_gradients import Occurrence
 from tests.compile.traced_functions import (
     FUNCTIONS,
@@ -291,6 +295,29 @@ def test_repeated_backwards_are_traced_once_for_each_layout_of_gradients(monkeyp
     assert trace.graphs[1].count("aten.mm.default") == 15
     # Of eight pairs of calls: the first linear has an input without a gradient, the sum's gradient is expanded.
     assert Counter(calls) == {"gradients": 17, "_record_gradients": 5}
+
+
+def test_fake_tensors_are_copied_without_arithmetic_on_their_sizes() -> None:
+    graph = make_fx(lambda x: torch.relu(x).t(), tracing_mode="symbolic")(torch.randn(5, 7))
+    source, view = [node.meta["val"] for node in graph.graph.nodes if node.op == "call_function"]
+    expected = [(item.shape, item.stride(), item.dtype, item.device) for item in (source, view)]
+    calls: list[str] = []
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.endswith(("sym_node.py", "symbolic_shapes.py")):
+            calls.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        copy = fake_like(source)
+        copied_view = fake_like(view, copy.untyped_storage())
+    finally:
+        sys.setprofile(None)
+    assert not {"binary_magic_impl", "guard_bool", "evaluate_expr"} & {*calls}
+    assert [(item.shape, item.stride(), item.dtype, item.device) for item in (copy, copied_view)] == expected
+    assert storage_identity(copied_view) == storage_identity(copy) != storage_identity(source)
+    assert copy.untyped_storage().nbytes() == source.untyped_storage().nbytes()
+    assert not is_written(copy)
 
 
 def test_known_results_are_looked_for_once() -> None:
