@@ -18,7 +18,7 @@ from fxwrap.lowering.attention_scores import AttentionCall, Positions, ScoreBuil
 from fxwrap.lowering.builder import Builder, LoweringRequest
 from fxwrap.lowering.launches import emit_whole_kernel
 from fxwrap.lowering.scalar_graphs import ScalarKernelBuilder
-from fxwrap.lowering.symbols.table import size_hints
+from fxwrap.lowering.symbols.table import SizeHints
 from fxwrap.symbolic import Size, product
 from fxwrap.wrapper_ir import TensorType, Value
 
@@ -36,7 +36,7 @@ def emit_attention(builder: Builder, request: LoweringRequest, node: Node) -> No
         builder.add_root(f"{node.name}_{position}", fake) if position in used else None
         for position, fake in enumerate(fakes)
     ]
-    hint, written = size_hints(builder.state.symbols), [value for value in outputs if value is not None]
+    hint, written = SizeHints(builder.state.symbols), [value for value in outputs if value is not None]
     spec = request.options.device_specs()[call.query.tensor_type.device.type]
     splits = _split_count(call, spec, hint)
     elements = ScalarKernelBuilder(builder, request.options)

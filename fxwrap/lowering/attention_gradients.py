@@ -38,7 +38,7 @@ from fxwrap.lowering.launches import emit_whole_kernel
 from fxwrap.lowering.rules import Declined
 from fxwrap.lowering.rules.indexing import check_any_order
 from fxwrap.lowering.scalar_graphs import ScalarKernelBuilder, ScatteredNumber
-from fxwrap.lowering.symbols.table import size_hints
+from fxwrap.lowering.symbols.table import SizeHints
 from fxwrap.wrapper_ir import TensorType, Value
 
 _GRADIENT = 5
@@ -169,7 +169,7 @@ def _emit_zeros(builder: Builder, request: LoweringRequest, node: Node, value: V
     axes = [Axis(f"axis{number}", size) for number, size in enumerate(type_.sizes)]
     zero = body.constant(0.0, type_.dtype)
     kernel = body.finish(axes, [], [], [store_element(body, "out0", value, axes, zero)])
-    kernel = canonicalize_axes(kernel, size_hints(builder.state.symbols))
+    kernel = canonicalize_axes(kernel, SizeHints(builder.state.symbols))
     emit_whole_kernel(builder, request, node, "zeros", kernel, (), [value])
     builder.storages.mark_mutated(value)
 
@@ -203,7 +203,7 @@ def _row_terms(
     written = [store_element(elements.body, f"out{number}", value, at, result)
                for number, (value, result) in enumerate(results.items())]  # fmt: skip
     kernel = elements.body.finish(row, [column], [buffer for buffer, _ in elements.inputs], written)
-    return tuple([value for _, value in elements.inputs]), canonicalize_axes(kernel, size_hints(builder.state.symbols))
+    return tuple([value for _, value in elements.inputs]), canonicalize_axes(kernel, SizeHints(builder.state.symbols))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from fxwrap.lowering.fusion.reader_order import move_readers_before_overwriting
 from fxwrap.lowering.graph_definitions import CallStep, GraphDefinitions
 from fxwrap.lowering.kernel_schedules import KernelSchedules, is_matmul
 from fxwrap.lowering.scatter_layouts import lay_out_scatters
-from fxwrap.lowering.symbols.table import size_hints
+from fxwrap.lowering.symbols.table import SizeHints
 from fxwrap.symbolic import Size
 from fxwrap.wrapper_ir import TensorType, Value
 
@@ -63,7 +63,7 @@ class GraphLowering:
         names of the roots that no call may write, to which `lower_attribute` may add. Returns the hint of sizes.
         """
         definitions = self._define()
-        hint = size_hints(self.builder.state.symbols)
+        hint = SizeHints(self.builder.state.symbols)
         plan = self._materialise(definitions, hint)
         schedules = KernelSchedules(self.builder, definitions, plan, self.request, hint, self.nodes)
         fusion = self._schedule(definitions, schedules)

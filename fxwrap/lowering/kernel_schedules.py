@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, replace
 
 from torch.fx import Node
@@ -36,8 +36,9 @@ from fxwrap.lowering.graph_definitions import GraphDefinitions
 from fxwrap.lowering.launches import kernel_request
 from fxwrap.lowering.rules import MATMUL_RULES
 from fxwrap.lowering.rules.registry import may_reduce_rows
+from fxwrap.lowering.symbols.table import KernelHints, SizeHints
 from fxwrap.printers import has_schedule
-from fxwrap.symbolic import Size, product
+from fxwrap.symbolic import product
 from fxwrap.wrapper_ir import Value
 
 
@@ -55,7 +56,7 @@ class KernelSchedules:
     definitions: GraphDefinitions
     plan: MaterialisationPlan
     request: LoweringRequest
-    hint: Callable[[Size], int]
+    hint: SizeHints
     nodes: Sequence[Node]
 
     def __post_init__(self) -> None:
@@ -173,10 +174,7 @@ class KernelSchedules:
 
     def split(self, kernel: Kernel, device_type: str) -> SplitKernel | None:
         """Returns the kernels that replace one with long reductions, or with checks of the rows of a matmul."""
-        spec = self._specs[device_type]
-        if kernel.symbols:
-            return _split(kernel, spec, self.hint)
-        return _split_cached(kernel, kernel.uncompared_fields, spec)
+        return _split(kernel, kernel.uncompared_fields, self._specs[device_type], self.hint.of_kernel(kernel))
 
 
 def _stores_along(kernel: Kernel, axes: Collection[Axis]) -> bool:
@@ -186,7 +184,11 @@ def _stores_along(kernel: Kernel, axes: Collection[Axis]) -> bool:
     return all(any(index.stride(axis) == ONE for axis in axes) for index in stores)
 
 
-def _split(kernel: Kernel, spec: DeviceSpec, hint: Callable[[Size], int]) -> SplitKernel | None:
+@bounded_cache(1024)
+def _split(
+    kernel: Kernel, _uncompared_fields: tuple[str, ...], spec: DeviceSpec, hint: KernelHints
+) -> SplitKernel | None:
+    """Returns the kernels that replace one, once for all equal layers of a model."""
     if not spec.massively_parallel:
         return split_columns(kernel)
     checked = split_checked_rows(kernel, hint)
@@ -199,14 +201,8 @@ def _split(kernel: Kernel, spec: DeviceSpec, hint: Callable[[Size], int]) -> Spl
     return SplitKernel((check, *split.kernels), (*checked.temporaries, *split.temporaries), matmul=1)
 
 
-def _split_reductions(kernel: Kernel, spec: DeviceSpec, hint: Callable[[Size], int]) -> SplitKernel | None:
+def _split_reductions(kernel: Kernel, spec: DeviceSpec, hint: KernelHints) -> SplitKernel | None:
     if not kernel.reduces_in_steps:
         return split_reductions(kernel, hint, spec.multiprocessors)
     block = parallel_column_block(kernel, hint, spec.multiprocessors)
     return split_rows(kernel, hint, spec.multiprocessors) or split_columns(kernel, block)
-
-
-@bounded_cache(1024)
-def _split_cached(kernel: Kernel, _uncompared_fields: tuple[str, ...], spec: DeviceSpec) -> SplitKernel | None:
-    """Splits a kernel of fixed sizes once for all equal layers of a model."""
-    return _split(kernel, spec, int)

@@ -80,10 +80,7 @@ def kernel_request(
     is_matmul: bool = False,
 ) -> KernelRequest:
     """Returns the request to print a kernel whose compound sizes are symbols of `formulas`."""
-    limits = symbol_limits(symbols, formulas)
-    sizes = [item.extent for item in (*kernel.inputs, *kernel.outputs)]
-    is_static = not kernel.symbols and all(isinstance(size, int) for size in sizes)
-    hint = int if is_static else kernel_size_hints(symbols, kernel, formulas)
+    limits, hint = symbol_limits(symbols, formulas), kernel_size_hints(symbols, kernel, formulas)
     return KernelRequest(kernel, language, device, spec, hint, limits, name, region, is_matmul)
 
 

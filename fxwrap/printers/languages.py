@@ -64,15 +64,15 @@ def print_kernel(request: KernelRequest) -> PrintedKernel:
     Raises FxwrapError for a language without a printer and for a kernel that the language cannot express.
     """
     kernel = request.kernel
-    if kernel.symbols or request.region is not None:
+    if request.region is not None:
         return candidate_kernels(request)[0]()
-    static = replace(request, hint=int, limits={})
-    return _print_cached(static, kernel.uncompared_fields, _printer(request.language))
+    request = request if kernel.symbols else replace(request, hint=int, limits={})
+    return _print_cached(request, kernel.uncompared_fields, _printer(request.language))
 
 
 @bounded_cache(1024)
 def _print_cached(request: KernelRequest, _uncompared_fields: tuple[str, ...], _printer: Printer) -> PrintedKernel:
-    """Prints a kernel of fixed sizes once for all equal layers of a model."""
+    """Prints a kernel once for all equal layers of a model."""
     return candidate_kernels(request)[0]()
 
 

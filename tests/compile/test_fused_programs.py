@@ -19,13 +19,17 @@ from torch.fx.passes.split_module import split_module
 
 import fxwrap
 from fxwrap import Options
+from fxwrap.caching import clear_caches
 from fxwrap.comparison import capture
 from fxwrap.errors import OptionError
 from fxwrap.lines import ExternCall, Launch
+from fxwrap.lowering.fusion import kernels
 from fxwrap.options import EMITTERS
+from fxwrap.printers import languages
 from fxwrap.runtime.native import build_bridge
 from fxwrap.testing import assert_emitters_agree
 from fxwrap.torch_compat import FakeTensorMode
+from fxwrap.wrapper_ir import symbol_infos
 from tests.support.capture import capture_graphs
 from tests.support.models import MODELS
 
@@ -169,6 +173,29 @@ def test_equal_layers_share_their_kernels() -> None:
     for program, larger in zip(stacked(6), stacked(12), strict=True):
         assert {kernel.hash for kernel in larger.kernels} == {kernel.hash for kernel in program.kernels}
         assert len(launches(larger)) >= 3 * len(larger.kernels)
+
+
+def test_kernels_of_symbolic_sizes_are_built_once_for_equal_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for module, name in ((languages, "print_cpp_kernel"), (kernels, "fold_uniform_reductions")):
+        original = getattr(module, name)
+
+        def counted(*arguments: Any, name: str = name, original: Any = original) -> Any:
+            calls.append(name)
+            return original(*arguments)
+
+        monkeypatch.setattr(module, name, counted)
+
+    def layers(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        for _ in range(6):
+            x = x + layer(x, w, b).t()
+        return x
+
+    graph = make_fx(layers, tracing_mode="symbolic")(torch.randn(5, 8), torch.randn(8, 8), torch.randn(8))
+    clear_caches()
+    program = fxwrap.compile_graph(graph, options=Options(fallback="error")).program
+    assert symbol_infos(program) and len(launches(program)) >= 2 * len(program.kernels)
+    assert calls.count("print_cpp_kernel") == calls.count("fold_uniform_reductions") == len(program.kernels)
 
 
 def split_at_attention(module: GraphModule) -> list[GraphModule]:

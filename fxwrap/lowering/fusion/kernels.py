@@ -34,6 +34,7 @@ from fxwrap.lowering.fusion.definition_plans import MaterialisationPlan
 from fxwrap.lowering.fusion.definitions import Definition, Reduced, ReductionSource, Scanned, ScanSource, Scattered
 from fxwrap.lowering.fusion.iteration_mappings import KernelPlan, Member, axes_of, substituted
 from fxwrap.lowering.fusion.tracing import BodyBuilder, IndexTuple
+from fxwrap.lowering.symbols.table import KernelHints, SizeHints
 from fxwrap.symbolic import Number, Size, maximum, product, total
 from fxwrap.wrapper_ir import TensorType, Value
 
@@ -84,7 +85,7 @@ def build_kernel(
     stored: Collection[Definition],
     value_of: Callable[[Definition], Value],
     definitions: MaterialisationPlan,
-    hint: Callable[[Size], int],
+    hint: SizeHints,
     spec: DeviceSpec,
 ) -> BuiltKernel:
     """Returns the kernel of a plan for a device.
@@ -122,7 +123,7 @@ class _PlannedKernelBuilder:
             axis: 0 for axis in (*self.plan.axes, *self.plan.reduced) if axis.size == 1
         }
 
-    def build(self, hint: Callable[[Size], int], spec: DeviceSpec) -> BuiltKernel:
+    def build(self, hint: SizeHints, spec: DeviceSpec) -> BuiltKernel:
         rounded = self._rounded()
         for member in self.plan.members:
             definition = member.definition
@@ -136,10 +137,8 @@ class _PlannedKernelBuilder:
                 self._store(member)
         inputs, outputs = [buffer for buffer, _ in self.inputs], [buffer for buffer, _ in self.outputs]
         kernel = self.reader.body.finish(self.plan.axes, self.plan.reduced, inputs, outputs)
-        if kernel.symbols:
-            kernel = _canonicalize_axes(kernel, hint, spec.massively_parallel)
-        else:
-            kernel = _canonicalize_static_axes(kernel, kernel.uncompared_fields, spec.massively_parallel)
+        hints = hint.of_kernel(kernel)
+        kernel = _canonicalize_axes(kernel, kernel.uncompared_fields, hints, spec.massively_parallel)
         used = {item.buffer for item in kernel.accesses}
         loaded = [(buffer, value) for buffer, value in self.inputs if buffer.name in used]
         kernel = replace(kernel, inputs=tuple([buffer for buffer, _ in loaded]))
@@ -240,15 +239,13 @@ class _PlannedKernelBuilder:
 
 
 @bounded_cache(1024)
-def _canonicalize_static_axes(kernel: Kernel, uncompared_fields: tuple[str, ...], is_parallel: bool) -> Kernel:
-    """Canonicalises the axes of a kernel of static sizes, once for all equal layers of a model."""
-    return _canonicalize_axes(kernel, int, is_parallel)
-
-
-def _canonicalize_axes(kernel: Kernel, hint: Callable[[Size], int], is_parallel: bool) -> Kernel:
+def _canonicalize_axes(
+    kernel: Kernel, _uncompared_fields: tuple[str, ...], hint: KernelHints, is_parallel: bool
+) -> Kernel:
     """Returns the kernel over its canonical index space, in which the parts of concatenations share iterations.
 
-    On massively parallel devices, an iteration has a row of a few elements too; on others, vectors have those of rows.
+    It is computed once for all equal layers of a model. On massively parallel devices, an iteration has a row of a few
+    elements too; on others, vectors have those of rows.
     """
     kernel = canonicalize_axes(fold_uniform_reductions(kernel), hint)
     kernel = compare_small_integers(fold_selected_constants(kernel))

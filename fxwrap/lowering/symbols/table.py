@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import sympy
@@ -272,19 +273,49 @@ _MAX_HINTED_BYTES = 2**30
 """The total size of a kernel's buffers at unbacked hints: autotuning allocates them."""
 
 
-def size_hints(symbols: ProgramSymbols, default: int = _UNBACKED_HINT) -> Callable[[Size], int]:
-    """Returns a function from a size to its value for the sizes that the graph was traced with.
+@dataclass(frozen=True, eq=False)
+class SizeHints:
+    """A function from a size to its value for the sizes that the graph was traced with, at least 0.
 
     The hint of a symbol without one is `default`, clamped to the symbol's range.
     """
 
-    def hint(size: Size) -> int:
+    symbols: ProgramSymbols
+    default: int = _UNBACKED_HINT
+
+    def __call__(self, size: Size) -> int:
         if isinstance(size, int):
             return size
-        values = {symbol.name: _symbol_hint(symbols, symbol.name, default) for symbol in size.free_symbols}
+        values = {symbol.name: _symbol_hint(self.symbols, symbol.name, self.default) for symbol in size.free_symbols}
         return max(evaluate_size(size, values), 0)
 
-    return hint
+    def of_kernel(self, kernel: Kernel, formulas: Mapping[sympy.Symbol, sympy.Basic] | None = None) -> KernelHints:
+        """Returns the hints of a kernel, some of whose symbols stand for `formulas`."""
+        extents = [item.extent for item in (*kernel.inputs, *kernel.outputs)]
+        if not kernel.symbols and all(isinstance(extent, int) for extent in extents):
+            return KernelHints()
+        names = sorted({*self.symbols.infos, *self.symbols.hints})
+        values = [(name, _symbol_hint(self.symbols, name, self.default)) for name in names]
+        return KernelHints(tuple(values), self.default, tuple((formulas or {}).items()))
+
+
+@dataclass(frozen=True)
+class KernelHints:
+    """`SizeHints` of one kernel, as data: what follows from equal kernels and equal hints is computed once.
+
+    Fields: `values` of symbols by name, `default` of others, and `formulas`, the sizes that symbols stand for.
+    """
+
+    values: tuple[tuple[str, int], ...] = ()
+    default: int = _UNBACKED_HINT
+    formulas: tuple[tuple[sympy.Symbol, sympy.Basic], ...] = ()
+
+    def __call__(self, size: Size) -> int:
+        size = substitute_formulas(size, dict(self.formulas))
+        if isinstance(size, int):
+            return size
+        values = dict.fromkeys([symbol.name for symbol in size.free_symbols], self.default) | dict(self.values)
+        return max(evaluate_size(size, values), 0)
 
 
 def _symbol_hint(symbols: ProgramSymbols, name: str, default: int) -> int:
@@ -308,13 +339,13 @@ def substitute_formulas(size: Size, formulas: Mapping[sympy.Symbol, sympy.Basic]
 
 def kernel_size_hints(
     symbols: ProgramSymbols, kernel: Kernel, formulas: Mapping[sympy.Symbol, sympy.Basic]
-) -> Callable[[Size], int]:
+) -> KernelHints:
     """Returns the hints of a kernel's sizes; the hint of unbacked symbols is smaller if its buffers would be large."""
     buffers = [(substitute_formulas(item.extent, formulas), item.dtype) for item in (*kernel.inputs, *kernel.outputs)]
     default = _UNBACKED_HINT
     while True:
-        hint = size_hints(symbols, default)
+        hint = SizeHints(symbols, default)
         bytes_ = sum(hint(size) * dtype.itemsize for size, dtype in buffers)
         if default == _MIN_UNBACKED_HINT or bytes_ <= _MAX_HINTED_BYTES:
-            return lambda size: hint(substitute_formulas(size, formulas))
+            return hint.of_kernel(kernel, formulas)
         default //= 2
