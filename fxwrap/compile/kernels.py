@@ -65,8 +65,8 @@ _MANY_CALLS = 24
 def print_and_compile_ahead(print_kernel: KernelPrinter, options: Options) -> KernelPrinter:
     """Returns a printer of kernels whose compilers start while the rest of the graph is lowered, where they can.
 
-    `compile_kernels_ahead` starts those of kernels with scalars, for which the program has typical values, and those of
-    kernels that may become parts of combo kernels.
+    `compile_kernels_ahead` starts those of kernels that may become parts of combo kernels, and of kernels with scalars
+    that have no typical values before the program is complete.
     """
     specs = options.device_specs()
     printed_before = set[PrintedKernel]()
@@ -75,13 +75,15 @@ def print_and_compile_ahead(print_kernel: KernelPrinter, options: Options) -> Ke
         printed = print_kernel(request)
         spec = specs.get(request.device.type)
         start = _ahead_compiler(printed.language, spec, options)
-        has_scalars = not all(entry.startswith("*") for entry in printed.signature)
-        if start is None or spec is None or has_scalars or printed in printed_before:
+        scalars, numbers = [entry for entry in printed.signature if not entry.startswith("*")], request.numbers
+        if numbers is None or len(numbers) != len(scalars):
+            return printed
+        if start is None or spec is None or printed in printed_before:
             return printed
         printed_before.add(printed)
         if not options.combo_kernels or accessed_bytes(request.kernel, request.hint) > spec.combo_kernel_bytes:
             text = KernelText.of(printed)
-            start(KernelUse(text, request.device))
+            start(KernelUse(text, request.device, numbers))
         return printed
 
     return printer

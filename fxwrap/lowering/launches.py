@@ -9,14 +9,14 @@ import torch
 from torch.fx import Node
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.errors import FxwrapError
+from fxwrap.errors import ExpressionError, FxwrapError
 from fxwrap.lines import Alloc, Launch
 from fxwrap.loop_ir import Kernel, hoist_expressions
 from fxwrap.lowering.builder import Builder, LoweringRequest
 from fxwrap.lowering.symbols.table import ProgramSymbols, kernel_size_hints, substitute_formulas
 from fxwrap.printers import KernelRequest, PrintedKernel
 from fxwrap.regions import Region
-from fxwrap.symbolic import bounds
+from fxwrap.symbolic import Number, bounds, evaluate
 from fxwrap.wrapper_ir import KernelDefinition, Value
 
 
@@ -81,7 +81,19 @@ def kernel_request(
 ) -> KernelRequest:
     """Returns the request to print a kernel whose compound sizes are symbols of `formulas`."""
     limits, hint = symbol_limits(symbols, formulas), kernel_size_hints(symbols, kernel, formulas)
-    return KernelRequest(kernel, language, device, spec, hint, limits, name, region, is_matmul)
+    numbers = _typical_numbers(symbols, kernel, formulas)
+    return KernelRequest(kernel, language, device, spec, hint, limits, name, region, is_matmul, numbers)
+
+
+def _typical_numbers(
+    symbols: ProgramSymbols, kernel: Kernel, formulas: Mapping[sympy.Symbol, sympy.Basic]
+) -> tuple[Number, ...] | None:
+    """Returns the values of a kernel's symbols for which the graph was traced, None if one has no hint."""
+    values = {name: info.hint for name, info in symbols.infos.items() if info.hint is not None}
+    try:
+        return tuple([evaluate(formulas.get(symbol, symbol), values) for symbol in kernel.symbols])
+    except (ExpressionError, ArithmeticError, ValueError):
+        return None
 
 
 def define_kernel(name: str, printed: PrintedKernel, kernel: Kernel) -> KernelDefinition:

@@ -29,7 +29,7 @@ from fxwrap.printers.triton import fills_wait as fills_wait
 from fxwrap.printers.triton import is_waiting as is_waiting
 from fxwrap.printers.triton import pipelined_bytes as pipelined_bytes
 from fxwrap.regions import Region
-from fxwrap.symbolic import Size
+from fxwrap.symbolic import Number, Size
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class KernelRequest:
     value of a symbolic size; `limits` are upper bounds of symbols by name; `name` describes the computation, for
     profilers; `region` has the ATen operators that it computes, for languages that take them
     (`KernelLanguage.takes_regions`); `is_matmul` is whether it computes matmuls, which stay library calls where the
-    printer raises ScheduleError.
+    printer raises ScheduleError; `numbers` are typical values of the kernel's symbols, None where one has none.
     """
 
     kernel: Kernel
@@ -52,6 +52,7 @@ class KernelRequest:
     name: str = ""
     region: Region | None = None
     is_matmul: bool = False
+    numbers: tuple[Number, ...] | None = ()
 
 
 KernelPrinter: TypeAlias = Callable[[KernelRequest], PrintedKernel]

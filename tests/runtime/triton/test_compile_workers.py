@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import triton_key
@@ -24,6 +27,7 @@ from triton.runtime.driver import driver
 from fxwrap import Options
 from fxwrap.compile import kernels as compile_kernels
 from fxwrap.compile.kernels import compile_kernels_ahead, print_and_compile_ahead, warm_up_kernel_compilers
+from fxwrap.converters.emitted_program import kernel_uses
 from fxwrap.devices import TRITON
 from fxwrap.errors import FxwrapError, OptionError
 from fxwrap.lowering.program import lower_with_coverage
@@ -309,6 +313,34 @@ def test_large_kernels_without_scalars_compile_while_the_graph_is_lowered(monkey
     later = Options(combo_kernels=False, dependent_launch=True)
     assert starts(later) == starts(later, complete=True) == [], "the program decides what they read early"
     assert len(starts(Options(), complete=True)) == 2, "the pass that combines kernels has run"
+
+
+@pytest.mark.parametrize("unbacked", [False, True])
+def test_large_kernels_of_symbolic_sizes_compile_for_the_sizes_of_their_launches(
+    unbacked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[KernelUse] = []
+    language = SimpleNamespace(kernels=SimpleNamespace(compile_ahead=started.append))
+    monkeypatch.setattr(compile_kernels, "find_language", lambda _name: language)
+    shapes = ShapeEnv(allow_scalar_outputs=True)
+    mode = FakeTensorMode(shape_env=shapes)
+    dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    rows = mode.from_tensor(torch.empty(2056, 8), source=ConstantSource("rows"), symbolic_context=dynamic).shape[0]
+
+    def function(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        if unbacked:
+            x = x.expand(count.item(), *x.shape)
+        return (torch.cat([x, x], -2) * 2).softmax(-1)
+
+    with mode, enable_python_dispatcher():
+        graph = make_fx(function)(torch.empty(rows, 1024, device="cuda"), torch.empty((), dtype=torch.int64))
+    options = Options().resolve_devices()
+    program = lower_with_coverage(
+        graph, options=options, print_kernel=print_and_compile_ahead(print_kernel, options)
+    ).program
+    uses = kernel_uses(program).values()
+    assert any(use.numbers for use in uses)
+    assert started == ([] if unbacked else [*uses])
 
 
 def _is_running(number: int) -> bool:
