@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 import torch
 
 from fxwrap.loop_ir import Atom, Axis, Compute, Index, IndexLike, IndirectIndex, Kernel, Load, Store, as_index
+from fxwrap.printers.cpp.loop_plan import VECTOR_LANES
 from fxwrap.printers.cpp.statements import EmittedValues, StatementPrinter
 
 HALF_BLOCK = 64
 """Elements that are converted together: few enough to stay in the nearest cache, or in registers."""
 
-MIN_HALF_LANES = 16
-"""The least number of elements along a loop for which blocks are converted."""
+MIN_HALF_LANES = 4
+"""The least number of elements along a loop for which blocks are converted: those of the shortest vector."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,11 @@ def _is_adjacent(index: Index, lane: Axis, known: Collection[int]) -> bool:
     return all(atom.operation in known for atom in index.atoms() if isinstance(atom, IndirectIndex))
 
 
+def _padded(size: int) -> int:
+    """Returns the number of elements of whole vectors that a block of so many fills."""
+    return -(-size // VECTOR_LANES) * VECTOR_LANES
+
+
 class HalfBlockWriter:
     """Writes the conversions of a loop's blocks, which begin at `first` along `lane` and have `count` elements."""
 
@@ -123,7 +129,7 @@ class HalfBlockWriter:
 
     def _widen(self, source: int, index: str, size: int, suffix: str) -> str:
         load, name = self._load(source), f"{self.statements.name(source)}_{suffix}"
-        self.statements.writer.line(f"alignas(64) float {name}[{size}];")
+        self.statements.writer.line(f"alignas(64) float {name}[{_padded(size)}];")
         comment = self.statements.comment(load)
         self.statements.writer.line(f"widen({load.buffer} + {index}, {self.count}, {name});{comment}")
         return f"{name}[lane]"
@@ -131,7 +137,7 @@ class HalfBlockWriter:
     def declare_stores(self, size: int) -> None:
         """Declares the blocks of stores."""
         for store in self.blocks.stores:
-            self.statements.writer.line(f"alignas(64) float {self.block(store)}[{size}];")
+            self.statements.writer.line(f"alignas(64) float {self.block(store)}[{_padded(size)}];")
 
     def block(self, store: Store) -> str:
         """Returns the name of the block of a store."""

@@ -25,7 +25,7 @@ from fxwrap.loop_ir import (
     split_loop,
 )
 from fxwrap.printers.cpp.axis_tables import AxisTable, choose_tables
-from fxwrap.printers.cpp.half_blocks import HALF_BLOCK, HalfBlocks, HalfBlockWriter, find_half_blocks
+from fxwrap.printers.cpp.half_blocks import HALF_BLOCK, MIN_HALF_LANES, HalfBlocks, HalfBlockWriter, find_half_blocks
 from fxwrap.printers.cpp.loop_plan import MIN_PARALLEL_WORK, SCATTER_BLOCK, LoopPlan
 from fxwrap.printers.cpp.operations import CPP_TYPES, parenthesize, print_size
 from fxwrap.printers.cpp.segments import find_cases
@@ -168,7 +168,8 @@ class LoopPrinter(ABC):
         """Writes the vectorised loop of stores along a part of the axis; `pragma` is that of a parallel loop."""
         lane, kernel, known = self.vector_axis, self.statements.kernel, dict(known)
         blocks = HalfBlocks()
-        if not self.in_order:
+        is_short = end.isdigit() and start.isdigit() and int(end) - int(start) < MIN_HALF_LANES
+        if not self.in_order and not is_short:
             targets = [item for store in stores for item in operands(store)]
             blocks = find_half_blocks(kernel, lane, targets, stores, known)
         if not blocks and start == "0" and not end and not pragma and self.plan.overlapping_width:

@@ -1,74 +1,129 @@
 // Blocks of float16 elements, which kernels convert together. Kernels that call these include it after kernel.h.
 #pragma once
 
-// Conversions of a vector by its instructions, which compilers do not use for loops over elements.
+// Conversions of vectors by their instructions, which compilers do not use for loops over elements.
 #if defined(__AVX512F__) && __has_builtin(__builtin_ia32_vcvtph2ps512_mask)
-struct HalfVectors {
-  static constexpr int lanes = 16;
+struct SixteenHalves {
   typedef int16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
-  typedef float Floats __attribute__((vector_size(64)));
-  typedef int16_t Result __attribute__((vector_size(32)));
-  static INLINE void widen(const Halves* from, Floats* to) {
-    *to = __builtin_ia32_vcvtph2ps512_mask(*from, Floats{}, -1, 4);
+  typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
+  typedef float Wide __attribute__((vector_size(64)));
+  typedef int16_t Narrow __attribute__((vector_size(32)));
+  static INLINE void widen(const void* from, void* to) {
+    *static_cast<Floats*>(to) = __builtin_ia32_vcvtph2ps512_mask(*static_cast<const Halves*>(from), Wide{}, -1, 4);
   }
-  static INLINE void narrow(const Floats* from, Halves* to) {
-    *to = __builtin_ia32_vcvtps2ph512_mask(*from, 0, Result{}, -1);
+  static INLINE void narrow(const void* from, void* to) {
+    *static_cast<Halves*>(to) = __builtin_ia32_vcvtps2ph512_mask(*static_cast<const Floats*>(from), 0, Narrow{}, -1);
   }
 };
-#define HAS_HALF_VECTORS
-#elif defined(__F16C__) && __has_builtin(__builtin_ia32_vcvtph2ps256)
-struct HalfVectors {
-  static constexpr int lanes = 8;
+#define HAS_SIXTEEN_HALVES
+#if defined(__AVX512BW__) && defined(__AVX512VL__) && !defined(__clang__)
+// Converts the first of sixteen elements, and zeros instead of those behind them, which it does not read.
+INLINE void widen_first(const float16* from, int count, float* to) {
+  using V = SixteenHalves;
+  const int16_t* source = reinterpret_cast<const int16_t*>(from);
+  const V::Narrow first = __builtin_ia32_loaddquhi256_mask(source, V::Narrow{}, uint16_t((1u << count) - 1));
+  *reinterpret_cast<V::Floats*>(to) = __builtin_ia32_vcvtph2ps512_mask(first, V::Wide{}, -1, 4);
+}
+#define HAS_FIRST_HALVES
+#endif
+#endif
+#if defined(__F16C__) && __has_builtin(__builtin_ia32_vcvtph2ps256)
+struct EightHalves {
   typedef int16_t Halves __attribute__((vector_size(16), aligned(2), may_alias));
-  typedef float Floats __attribute__((vector_size(32)));
-  static INLINE void widen(const Halves* from, Floats* to) { *to = __builtin_ia32_vcvtph2ps256(*from); }
-  static INLINE void narrow(const Floats* from, Halves* to) { *to = __builtin_ia32_vcvtps2ph256(*from, 0); }
+  typedef float Floats __attribute__((vector_size(32), aligned(4), may_alias));
+  static INLINE void widen(const void* from, void* to) {
+    *static_cast<Floats*>(to) = __builtin_ia32_vcvtph2ps256(*static_cast<const Halves*>(from));
+  }
+  static INLINE void narrow(const void* from, void* to) {
+    *static_cast<Halves*>(to) = __builtin_ia32_vcvtps2ph256(*static_cast<const Floats*>(from), 0);
+  }
 };
-#define HAS_HALF_VECTORS
+struct FourHalves {
+  typedef int64_t Halves __attribute__((aligned(2), may_alias));
+  typedef float Floats __attribute__((vector_size(16), aligned(4), may_alias));
+  typedef int64_t Words __attribute__((vector_size(16)));
+  typedef int16_t Eight __attribute__((vector_size(16)));  // of which the first four are converted
+  static INLINE void widen(const void* from, void* to) {
+    *static_cast<Floats*>(to) = __builtin_ia32_vcvtph2ps(reinterpret_cast<Eight>(Words{*static_cast<const Halves*>(from), 0}));
+  }
+  static INLINE void narrow(const void* from, void* to) {
+    const Eight eight = __builtin_ia32_vcvtps2ph(*static_cast<const Floats*>(from), 0);
+    *static_cast<Halves*>(to) = reinterpret_cast<Words>(eight)[0];
+  }
+};
+#define HAS_FOUR_HALVES
 #endif
 
-// Converts sixteen elements.
-INLINE void widen_16(const float16* from, float* to) {
-#ifdef HAS_HALF_VECTORS
-  using V = HalfVectors;
-  for (int i = 0; i < 16; i += V::lanes)
-    V::widen(reinterpret_cast<const V::Halves*>(from + i), reinterpret_cast<V::Floats*>(to + i));
-#else
-#pragma omp simd
-  for (int i = 0; i < 16; ++i) to[i] = Cast<float, float16>::of(from[i]);
+// Converts 16, 8, 4 elements, or one.
+template <int lanes> INLINE void widen(const float16* from, float* to) {
+#ifdef HAS_SIXTEEN_HALVES
+  if constexpr (lanes == 16) return SixteenHalves::widen(from, to);
 #endif
-}
-INLINE void narrow_16(const float* from, float16* to) {
-#ifdef HAS_HALF_VECTORS
-  using V = HalfVectors;
-  for (int i = 0; i < 16; i += V::lanes)
-    V::narrow(reinterpret_cast<const V::Floats*>(from + i), reinterpret_cast<V::Halves*>(to + i));
-#else
-#pragma omp simd
-  for (int i = 0; i < 16; ++i) to[i] = Cast<float16, float>::of(from[i]);
-#endif
-}
-
-// A block of elements of memory in float32, and back. The last elements of a block that is not whole are copied.
-template <int size> INLINE void widen(const float16* from, int count, float (&to)[size]) {
-  if (size % 16 == 0 && count == size) {
-#pragma GCC unroll 8
-    for (int i = 0; i < size; i += 16) widen_16(from + i, to + i);
+#ifdef HAS_FOUR_HALVES
+  if constexpr (lanes == 4) return FourHalves::widen(from, to);
+  if constexpr (lanes >= 8) {
+    for (int i = 0; i < lanes; i += 8) EightHalves::widen(from + i, to + i);
     return;
   }
+#endif
+#pragma omp simd
+  for (int i = 0; i < lanes; ++i) to[i] = Cast<float, float16>::of(from[i]);
+}
+template <int lanes> INLINE void narrow(const float* from, float16* to) {
+#ifdef HAS_SIXTEEN_HALVES
+  if constexpr (lanes == 16) return SixteenHalves::narrow(from, to);
+#endif
+#ifdef HAS_FOUR_HALVES
+  if constexpr (lanes == 4) return FourHalves::narrow(from, to);
+  if constexpr (lanes >= 8) {
+    for (int i = 0; i < lanes; i += 8) EightHalves::narrow(from + i, to + i);
+    return;
+  }
+#endif
+#pragma omp simd
+  for (int i = 0; i < lanes; ++i) to[i] = Cast<float16, float>::of(from[i]);
+}
+
+// Runs body(start, Constant<16>) for whole vectors of `count` elements, then for shorter ones of the others. These do not
+// overlap: a load of what two stores have written waits for both.
+template <class Body> INLINE void for_half_vectors(int count, Body body) {
   int i = 0;
-  for (; i + 16 <= count; i += 16) widen_16(from + i, to + i);
-  for (; i < count; ++i) to[i] = Cast<float, float16>::of(from[i]);
+  for (; i + 16 <= count; i += 16) body(i, Constant<16>{});
+  if (i + 8 <= count) {
+    body(i, Constant<8>{});
+    i += 8;
+  }
+  if (i + 4 <= count) {
+    body(i, Constant<4>{});
+    i += 4;
+  }
+  for (; i < count; ++i) body(i, Constant<1>{});
+}
+
+// A block of elements of memory in float32, and back. Blocks have memory for whole vectors.
+template <int size> INLINE void widen(const float16* from, int count, float (&to)[size]) {
+  static_assert(size % 16 == 0);
+  if (count == size) {
+#pragma GCC unroll 8
+    for (int i = 0; i < size; i += 16) widen<16>(from + i, to + i);
+    return;
+  }
+#ifdef HAS_FIRST_HALVES
+  int i = 0;
+  for (; i + 16 <= count; i += 16) widen<16>(from + i, to + i);
+  if (i < count) widen_first(from + i, count - i, to + i);
+#else
+  for_half_vectors(count, [&](int i, auto lanes) { widen<lanes>(from + i, to + i); });
+#endif
 }
 template <int size> INLINE void narrow(const float (&from)[size], int count, float16* to) {
-  if (size % 16 == 0 && count == size) {
+  static_assert(size % 16 == 0);
+  if (count == size) {
 #pragma GCC unroll 8
-    for (int i = 0; i < size; i += 16) narrow_16(from + i, to + i);
+    for (int i = 0; i < size; i += 16) narrow<16>(from + i, to + i);
     return;
   }
-  int i = 0;
-  for (; i + 16 <= count; i += 16) narrow_16(from + i, to + i);
-  for (; i < count; ++i) to[i] = Cast<float16, float>::of(from[i]);
+  for_half_vectors(count, [&](int i, auto lanes) { narrow<lanes>(from + i, to + i); });
 }
 
 // The loops `for_lanes` over blocks: runs body(start, lanes), where `lanes` is a constant for whole blocks.
