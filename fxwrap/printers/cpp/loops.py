@@ -6,7 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -40,6 +40,23 @@ _IDENTITIES = {"sum": "0", "prod": "1", "any": "false", "all": "true"}
 def loop_head(axis: Axis, start: str = "0", end: str = "") -> str:
     """Returns the head of the loop over an axis, or over a part of it."""
     return f"for (int64_t {axis.name} = {start}; {axis.name} < {end or print_size(axis.size)}; ++{axis.name})"
+
+
+@dataclass(frozen=True)
+class LoopRange:
+    """The part of an axis that a loop goes through, as texts; all of it by default."""
+
+    axis: Axis
+    start: str = "0"
+    end: str = ""
+
+    def stop(self) -> str:
+        """Returns the end of the loop."""
+        return self.end or print_size(self.axis.size)
+
+    def head(self) -> str:
+        """Returns the head of the loop."""
+        return loop_head(self.axis, self.start, self.end)
 
 
 class LoopPrinter(ABC):

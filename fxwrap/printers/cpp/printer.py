@@ -20,6 +20,7 @@ from fxwrap.loop_ir import (
 )
 from fxwrap.printers.cpp.contractions import ContractionPrinter, plan_contraction
 from fxwrap.printers.cpp.factor_contractions import FactorContractionPrinter, plan_factors
+from fxwrap.printers.cpp.few_columns import FewColumnPrinter, plan_few_columns
 from fxwrap.printers.cpp.few_rows_streaming import FewRowsPrinter, has_few_rows
 from fxwrap.printers.cpp.flat_rows import flatten_rows
 from fxwrap.printers.cpp.grouped_columns import plan_grouped_columns
@@ -114,6 +115,9 @@ def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments:
     columns = plan_transposed_columns(plan)
     if columns is not None:
         return TransposedColumnPrinter(columns, writer, origin_comments)
+    few = plan_few_columns(kernel)
+    if few is not None:
+        return FewColumnPrinter(few, writer, origin_comments)
     if not plan.vector_axis_is_reduced:
         return ColumnPrinter(plan, writer, origin_comments)
     across = find_transposed_axis(plan)

@@ -6,12 +6,11 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from fxwrap.loop_ir import OPERATIONS, Axis, Compute, Constant, IndexValue, Reduce, Scan, Store
+from fxwrap.loop_ir import OPERATIONS, Compute, Constant, IndexValue, Reduce, Scan, Store
 from fxwrap.printers.cpp.axis_tables import choose_tables
 from fxwrap.printers.cpp.half_blocks import MIN_HALF_LANES, HalfBlocks, HalfBlockWriter, find_half_blocks
 from fxwrap.printers.cpp.loop_plan import (
@@ -22,7 +21,7 @@ from fxwrap.printers.cpp.loop_plan import (
     LoopPlan,
     split_reduction,
 )
-from fxwrap.printers.cpp.loops import loop_head
+from fxwrap.printers.cpp.loops import LoopRange, loop_head
 from fxwrap.printers.cpp.operations import CPP_TYPES, parenthesize, print_size
 from fxwrap.printers.cpp.reductions import ReductionPrinter, RowPrinter
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues
@@ -42,23 +41,6 @@ MAX_TOGETHER_COST = 128
 
 _COMBINE: Final[Mapping[str, str]] = {"cumsum": "sum", "cumprod": "prod", "logcumsumexp": "logaddexp"}
 _BETTER: Final[Mapping[str, str]] = {"cummax": "NotLess", "cummin": "NotGreater"}
-
-
-@dataclass(frozen=True)
-class LoopRange:
-    """The part of an axis that a loop goes through, as texts; all of it by default."""
-
-    axis: Axis
-    start: str = "0"
-    end: str = ""
-
-    def stop(self) -> str:
-        """Returns the end of the loop."""
-        return self.end or print_size(self.axis.size)
-
-    def head(self) -> str:
-        """Returns the head of the loop."""
-        return loop_head(self.axis, self.start, self.end)
 
 
 def _accumulator_type(operation: Scan, dtype: torch.dtype) -> str:
@@ -225,7 +207,7 @@ class ColumnPrinter(ScanPrinterBase):
         with self.writer.nest(heads, "" if self.plan.splits_reduction else self.parallel()), self.column_block():
             known = {**self.load_columns(), **tables}
             for position in sorted(self.buffers):
-                size = f"{print_size(self.kernel.reduced_count)}][{self.block}"
+                size = f"{self.column_length()}][{self.block}"
                 self.writer.line(
                     f"alignas(64) {self.statements.type(position)} {self.statements.name(position)}_column[{size}];"
                 )
@@ -235,8 +217,18 @@ class ColumnPrinter(ScanPrinterBase):
                 with self.columns():
                     self.print_invariant_asserts(dict(known))
             if self.final_stores():
-                with self.columns():
-                    self.write_stores(self.final_stores(), dict(known))
+                self.write_final_stores(known)
+
+    def write_final_stores(self, known: EmittedValues) -> None:
+        """Writes the stores of results."""
+        with self.columns():
+            self.write_stores(self.final_stores(), dict(known))
+
+    def column_length(self) -> int:
+        """Returns the number of elements of a column's buffer."""
+        count = self.kernel.reduced_count
+        assert isinstance(count, int)
+        return count
 
     @contextmanager
     def column_block(self) -> Iterator[None]:

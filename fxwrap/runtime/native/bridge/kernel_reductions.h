@@ -94,6 +94,12 @@ template <class T, int lanes> struct Lanes {
     fold<lanes / 2>(at, combine);
     return at[0];
   }
+  // Combines the lanes of each column of rows of so many: all of them have the result.
+  template <int columns, class Combine> INLINE void combine_rows(Combine combine) {
+    for (int first = columns; first + columns <= lanes; first += columns)
+      for (int lane = 0; lane < columns; ++lane) at[lane] = combine(at[lane], at[first + lane]);
+    for (int lane = columns; lane < lanes; ++lane) at[lane] = at[lane - columns];
+  }
   // Combines adjacent lanes: all lanes of a group have the result.
   template <int group, class Combine> INLINE void combine_groups(Combine combine) {
     for (int first = 0; first + group <= lanes; first += group) {
