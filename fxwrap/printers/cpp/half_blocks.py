@@ -49,9 +49,17 @@ class HalfBlocks:
 
 
 def find_half_blocks(
-    kernel: Kernel, lane: Axis, targets: Sequence[int], stores: Sequence[Store], known: Collection[int]
+    kernel: Kernel,
+    lane: Axis,
+    targets: Sequence[int],
+    stores: Sequence[Store],
+    known: Collection[int],
+    tiled: Collection[int] = (),
 ) -> HalfBlocks:
-    """Returns the accesses of a loop along `lane` to adjacent float16 elements that are cast from or to float32."""
+    """Returns the accesses of a loop along `lane` to adjacent float16 elements that are cast from or to float32.
+
+    Elements of `tiled` loads are adjacent in tiles.
+    """
     if isinstance(lane.size, int) and lane.size < MIN_HALF_LANES:
         return HalfBlocks()
     loads: dict[int, int] = {}
@@ -61,7 +69,7 @@ def find_half_blocks(
             (source,) = item.operands
             load = kernel.operations[source]
             if isinstance(load, Load) and load.dtype is torch.float16 and load.mask is None and source not in known:
-                if _is_adjacent(load.index, lane, known):
+                if source in tiled or _is_adjacent(load.index, lane, known):
                     loads[position] = source
     narrowed: dict[Store, int] = {}
     for store in stores:
@@ -93,8 +101,18 @@ def _padded(size: int) -> int:
 class HalfBlockWriter:
     """Writes the conversions of a loop's blocks, which begin at `first` along `lane` and have `count` elements."""
 
-    def __init__(self, statements: StatementPrinter, blocks: HalfBlocks, lane: Axis, first: str, count: str) -> None:
+    def __init__(
+        self,
+        statements: StatementPrinter,
+        blocks: HalfBlocks,
+        lane: Axis,
+        first: str,
+        count: str,
+        tiles: Mapping[int, str] | None = None,
+    ) -> None:
+        """`tiles` has the text of the first element of each load that is in a tile."""
         self.statements = statements
+        self.tiles = tiles or {}
         self.blocks = blocks
         self.at: dict[Atom, IndexLike] = {lane: as_index(Axis(first, lane.size))}
         self.count = count
@@ -103,9 +121,8 @@ class HalfBlockWriter:
         """Writes the loads of blocks of so many elements, which become known values."""
         for cast, source in self.blocks.loads.items():
             load = self._load(source)
-            known[cast] = self._widen(
-                source, self.statements.index(known)(load.index.substitute(self.at)), size, "wide"
-            )
+            index = self.statements.index(known)(load.index.substitute(self.at))
+            known[cast] = self._widen(source, self.tiles.get(source) or f"{load.buffer} + {index}", size, "wide")
 
     def widen_rows(self, known: EmittedValues, size: int, axis: str, count: int) -> list[EmittedValues]:
         """Writes the loads of blocks at so many places along another axis; returns the elements of each place."""
@@ -116,7 +133,7 @@ class HalfBlockWriter:
             for k, row in enumerate(rows if moving else rows[:1]):
                 place: dict[Atom, IndexLike] = {item: as_index(Axis(f"{axis}_0", item.size)) + k for item in moving}
                 text = self.statements.index(known)(index.substitute(place))
-                row[cast] = self._widen(source, text, size, f"wide_{k}")
+                row[cast] = self._widen(source, f"{self._load(source).buffer} + {text}", size, f"wide_{k}")
             if not moving:
                 for row in rows[1:]:
                     row[cast] = rows[0][cast]
@@ -127,11 +144,11 @@ class HalfBlockWriter:
         assert isinstance(load, Load)
         return load
 
-    def _widen(self, source: int, index: str, size: int, suffix: str) -> str:
+    def _widen(self, source: int, address: str, size: int, suffix: str) -> str:
         load, name = self._load(source), f"{self.statements.name(source)}_{suffix}"
         self.statements.writer.line(f"alignas(64) float {name}[{_padded(size)}];")
         comment = self.statements.comment(load)
-        self.statements.writer.line(f"widen({load.buffer} + {index}, {self.count}, {name});{comment}")
+        self.statements.writer.line(f"widen({address}, {self.count}, {name});{comment}")
         return f"{name}[lane]"
 
     def declare_stores(self, size: int) -> None:

@@ -380,10 +380,37 @@ class PointwisePrinter(LoopPrinter):
                 known[position] = self.load_tile(position, axis, *lengths)
             with self.writer.nest([f"for (int line = {starts[0]}; line < {lengths[0]}; ++line)"]):
                 self.writer.line(f"const int64_t {axis.name} = {axis.name}_1 + line;")
-                with self.writer.nest([f"for (int lane = {starts[1]}; lane < {lengths[1]}; ++lane)"], self.simd()):
-                    self.writer.line(f"const int64_t {vector_axis.name} = {vector_axis.name}_1 + lane;")
-                    self.write_device_asserts(self.device_asserts, known)
-                    self.write_stores(self.kernel.stores, known)
+                self.print_tile_line(starts[1], lengths[1], known)
+
+    def print_tile_line(self, start: str, end: str, known: EmittedValues) -> None:
+        """Writes the loop over a line of tiles, whose float16 elements are converted in blocks of a line."""
+        lane, stores = self.vector_axis, self.kernel.stores
+        targets = [item for store in stores for item in operands(store)]
+        tiled = self.plan.transposed_loads[1]
+        blocks = HalfBlocks()
+        if not self.in_order and not self.device_asserts:
+            others = {position: text for position, text in known.items() if position not in tiled}
+            blocks = find_half_blocks(self.kernel, lane, targets, stores, others, tiled)
+        if not blocks:
+            with self.writer.nest([f"for (int lane = {start}; lane < {end}; ++lane)"], self.simd()):
+                self.writer.line(f"const int64_t {lane.name} = {lane.name}_1 + lane;")
+                self.write_device_asserts(self.device_asserts, known)
+                self.write_stores(stores, known)
+            return
+        first, count = f"{lane.name}_2", end if start == "0" else f"{end} - {start}"
+        addresses = {position: f"{self.statements.name(position)}_tile[line] + {start}" for position in tiled}
+        halves = HalfBlockWriter(self.statements, blocks, lane, first, count, addresses)
+        self.writer.line(f"const int64_t {first} = {lane.name}_1 + {start};")
+        inner = dict(known)
+        for position in tiled:
+            element = f"{self.statements.name(position)}_tile[line][lane + {start}]"
+            inner[position] = self.statements.element(element, self.statements.dtype(position))
+        halves.widen(inner, self.plan.max_tile_size)
+        halves.declare_stores(self.plan.max_tile_size)
+        with self.writer.nest([f"for (int lane = 0; lane < {count}; ++lane)"], self.simd()):
+            self.writer.line(f"const int64_t {lane.name} = {first} + lane;")
+            self.write_stores(stores, inner, halves)
+        halves.narrow(inner)
 
     def tile_length(self, axis: Axis, name: str) -> str:
         """Declares the length of tiles along an axis, a constant where its size is one; returns its text."""

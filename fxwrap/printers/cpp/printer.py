@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fxwrap.devices.kernel_names import make_function_name
@@ -31,6 +32,7 @@ from fxwrap.printers.cpp.operations import CPP_TYPES, SYMBOL_TYPES
 from fxwrap.printers.cpp.reductions import RowPrinter
 from fxwrap.printers.cpp.repeated_rows import RepeatedRowPrinter, plan_repeated_rows
 from fxwrap.printers.cpp.scans import ColumnPrinter, RowScanPrinter
+from fxwrap.printers.cpp.segments import split_transposed
 from fxwrap.printers.cpp.statements import CppSourceWriter
 from fxwrap.printers.cpp.streaming import StreamingPrinter
 from fxwrap.printers.cpp.transposed_columns import TransposedColumnPrinter, plan_short_columns, plan_transposed_columns
@@ -102,7 +104,12 @@ def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments:
         columns = plan_short_columns(plan)
         if columns is not None:
             return TransposedColumnPrinter(columns, writer, origin_comments)
-        return PointwisePrinter(plan, writer, origin_comments)
+        parts = [_make_loop_printer(part, writer, origin_comments) for part in split_transposed(plan)]
+        return (
+            _PartsPrinter(plan, parts, writer, origin_comments)
+            if parts
+            else PointwisePrinter(plan, writer, origin_comments)
+        )
     if kernel.reduces_in_steps:
         parts = find_streaming_reduction(kernel)
         if parts is None:
@@ -124,6 +131,23 @@ def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments:
     if across is not None:
         return TransposedRowPrinter(plan, across, writer, origin_comments)
     return (RowScanPrinter if kernel.scans else RowPrinter)(plan, writer, origin_comments)
+
+
+class _PartsPrinter(LoopPrinter):
+    """A kernel of several parts, each with loops of its own."""
+
+    def __init__(
+        self, plan: LoopPlan, parts: Sequence[LoopPrinter], writer: CppSourceWriter, origin_comments: bool
+    ) -> None:
+        super().__init__(plan, writer, origin_comments)
+        self.parts = parts
+
+    def print(self) -> None:
+        """Writes the loops of each part."""
+        for part in self.parts:
+            if part.kernel.stores:
+                with self.writer.block(""):
+                    part.print()
 
 
 def _sanitize_names(kernel: Kernel) -> Kernel:

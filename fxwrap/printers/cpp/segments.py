@@ -4,10 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxwrap.loop_ir import Axis, Kernel, Load, Segment, split_loop
+from fxwrap.loop_ir import (
+    Axis,
+    DeviceAssert,
+    Kernel,
+    Load,
+    Segment,
+    as_index,
+    eliminate_dead_operations,
+    replace_axes,
+    specialise,
+    split_loop,
+)
+from fxwrap.printers.cpp.loop_plan import LoopPlan, make_loop_plan
 
 MAX_LOOPS = 12
 """The most copies of a vectorised loop, for segments of several axes."""
+
+MAX_PARTS = 4
+"""The most segments of an axis that have loops of their own, for the sake of transposed loads."""
+
+
+def split_transposed(plan: LoopPlan) -> list[LoopPlan]:
+    """Returns the plans of the parts of a pointwise kernel some of which load tiles; none if others would.
+
+    Transposed loads under a condition, as those of an operand of a concatenation, are not tiled.
+    """
+    kernel = plan.kernel
+    if plan.serial or plan.transposed_loads[1] or any(isinstance(item, DeviceAssert) for item in kernel.operations):
+        return []
+    for axis in kernel.axes:
+        segments = split_loop(kernel, axis)
+        if not 1 < len(segments) <= MAX_PARTS:
+            continue
+        parts = [make_loop_plan(_part(kernel, axis, segment)) for segment in segments]
+        if any(part.transposed_loads[1] for part in parts):
+            return parts
+    return []
+
+
+def _part(kernel: Kernel, axis: Axis, segment: Segment) -> Kernel:
+    """Returns the kernel of a segment of an axis."""
+    part = Axis(axis.name, segment.end - segment.start)
+    axes = [part if item == axis else item for item in kernel.axes]
+    special = eliminate_dead_operations(specialise(kernel, axis, segment))
+    return replace_axes(special, axes, (), {axis: as_index(part) + segment.start})
 
 
 def find_cases(kernel: Kernel, axes: Sequence[Axis], lane: Axis) -> dict[Axis, list[Segment]]:

@@ -1,0 +1,89 @@
+"""Transposed operands in C++: tiles of half precision, under conditions, and blocks of float16 of any length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fxwrap.loop_ir import Axis, Buffer, Kernel, KernelBuilder, as_index
+from fxwrap.printers.cpp import print_cpp_kernel
+from tests.printers.cpp_kernels import BF16, F32, check, matrix
+
+F16 = torch.float16
+SHAPES = [(64, 96), (77, 33), (33, 130), (17, 18)]
+
+
+def product_of(dtype: torch.dtype, rows: int, columns: int) -> Kernel:
+    """A matrix times a transposed one."""
+    body, row, column = KernelBuilder(), Axis("i", rows), Axis("j", columns)
+    x = body.load("x", matrix(row, column), dtype).to(F32)
+    y = body.load("y", as_index(column) * rows + row, dtype).to(F32)
+    body.store("out", matrix(row, column), (x * y).to(dtype))
+    count = rows * columns
+    return body.finish([row, column], [], [Buffer(name, dtype, count) for name in "xy"], [Buffer("out", dtype, count)])
+
+
+def concatenation_of(dtype: torch.dtype, rows: int, columns: int, dimension: int) -> Kernel:
+    """A transposed matrix and a contiguous one, one after the other along a dimension."""
+    sizes = (2 * rows, columns) if dimension == 0 else (rows, 2 * columns)
+    body, row, column = KernelBuilder(), Axis("i", sizes[0]), Axis("j", sizes[1])
+    axis, size = ((row, rows), (column, columns))[dimension]
+    is_first = body.index(axis) < size
+    second = (as_index(row) - rows, as_index(column)) if dimension == 0 else (as_index(row), as_index(column) - columns)
+    with body.masked(is_first):
+        transposed = body.load("x", as_index(column) * rows + row, dtype)
+    with body.masked(~is_first):
+        contiguous = body.load("y", second[0] * columns + second[1], dtype)
+    value = is_first.where(transposed, contiguous)
+    body.store("out", as_index(row) * sizes[1] + column, value)
+    count = rows * columns
+    return body.finish(
+        [row, column], [], [Buffer(name, dtype, count) for name in "xy"], [Buffer("out", dtype, 2 * count)]
+    )
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tiles_of_halves_are_converted_in_blocks(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    source = check(product_of(dtype, *shape))
+    assert "transpose(" in source
+    assert source.count("widen(") == (2 if dtype is F16 else 0)
+
+
+@pytest.mark.parametrize("dtype", [F16, F32, torch.uint8], ids=str)
+@pytest.mark.parametrize("dimension", [0, 1])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_transposed_operands_of_concatenations_are_tiled(
+    dtype: torch.dtype, dimension: int, shape: tuple[int, int]
+) -> None:
+    assert "transpose(" in check(concatenation_of(dtype, *shape, dimension))
+
+
+def test_contiguous_operands_of_concatenations_are_loops_in_one() -> None:
+    body, row, column = KernelBuilder(), Axis("i", 64), Axis("j", 32)
+    is_first = body.index(row) < 32
+    with body.masked(is_first):
+        x = body.load("x", matrix(row, column), F32)
+    with body.masked(~is_first):
+        y = body.load("y", matrix(row, column) - 1024, F32)
+    value = is_first.where(x, y)
+    body.store("out", matrix(row, column), value)
+    inputs = [Buffer(name, F32, 1024) for name in "xy"]
+    assert (
+        "transpose(" not in print_cpp_kernel(body.finish([row, column], [], inputs, [Buffer("out", F32, 2048)])).source
+    )
+
+
+def rows_of(length: int) -> Kernel:
+    """Rows of float16 with gaps between them, scaled."""
+    body, row, element = KernelBuilder(), Axis("i", 5), Axis("j", length)
+    x = body.load("x", as_index(row) * (length + 3) + element, F16).to(F32)
+    body.store("out", matrix(row, element), (x * 3.0).to(F16))
+    return body.finish([row, element], [], [Buffer("x", F16, 5 * (length + 3))], [Buffer("out", F16, 5 * length)])
+
+
+@pytest.mark.parametrize("length", [*range(3, 37), 63, 64, 65, 79])
+@pytest.mark.sampled(4)
+def test_float16_rows_of_any_length(length: int) -> None:
+    kernel = rows_of(length)
+    assert ("widen(" in check(kernel)) == (length >= 4)
