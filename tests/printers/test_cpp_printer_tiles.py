@@ -87,3 +87,32 @@ def rows_of(length: int) -> Kernel:
 def test_float16_rows_of_any_length(length: int) -> None:
     kernel = rows_of(length)
     assert ("widen(" in check(kernel)) == (length >= 4)
+
+
+def row_softmax_of(dtype: torch.dtype, rows: int, columns: int, batches: int) -> Kernel:
+    """The softmax of rows of a sum of a matrix and a transposed one, and the sums of these rows."""
+    body, batch, row, column = KernelBuilder(), Axis("b", batches), Axis("i", rows), Axis("j", columns)
+    whole, result = rows * columns, F32 if dtype.itemsize == 1 else dtype
+    x = body.load("x", as_index(batch) * whole + matrix(row, column), dtype).to(F32)
+    y = body.load("y", as_index(batch) * whole + as_index(column) * rows + row, dtype).to(F32)
+    value = (x + y) * 0.5
+    power = (value - body.reduce("max", value)[0]).exp()
+    quotient = power / body.reduce("sum", power)[0]
+    body.store("out", as_index(batch) * whole + matrix(row, column), quotient.to(result))
+    body.store("total", as_index(batch) * rows + row, body.reduce("sum", value)[0])
+    count = batches * whole
+    outputs = [Buffer("out", result, count), Buffer("total", F32, batches * rows)]
+    return body.finish([batch, row], [column], [Buffer(name, dtype, count) for name in "xy"], outputs)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, torch.int8], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (300, 200)], ids=str)
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.sampled(2)
+def test_rows_with_transposed_operands(dtype: torch.dtype, shape: tuple[int, int], batches: int) -> None:
+    assert "transpose(" in check(row_softmax_of(dtype, *shape, batches), rtol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(15, 64), (64, 15), (16, 9000)], ids=str)
+def test_few_or_long_rows_have_no_tiles(shape: tuple[int, int]) -> None:
+    assert "transpose(" not in print_cpp_kernel(row_softmax_of(F32, *shape, 1)).source

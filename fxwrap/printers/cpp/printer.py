@@ -36,7 +36,12 @@ from fxwrap.printers.cpp.segments import split_transposed
 from fxwrap.printers.cpp.statements import CppSourceWriter
 from fxwrap.printers.cpp.streaming import StreamingPrinter
 from fxwrap.printers.cpp.transposed_columns import TransposedColumnPrinter, plan_short_columns, plan_transposed_columns
-from fxwrap.printers.cpp.transposed_rows import TransposedRowPrinter, find_transposed_axis
+from fxwrap.printers.cpp.transposed_rows import (
+    TransposedLoadPrinter,
+    TransposedRowPrinter,
+    find_transposed_axis,
+    find_transposed_loads,
+)
 from fxwrap.printers.printed_kernel import SIGNATURE_TYPES, PrintedKernel
 from fxwrap.symbolic import symbol_kind
 
@@ -130,6 +135,9 @@ def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments:
     across = find_transposed_axis(plan)
     if across is not None:
         return TransposedRowPrinter(plan, across, writer, origin_comments)
+    loads = find_transposed_loads(plan)
+    if loads is not None:
+        return TransposedLoadPrinter(plan, loads, writer, origin_comments)
     return (RowScanPrinter if kernel.scans else RowPrinter)(plan, writer, origin_comments)
 
 

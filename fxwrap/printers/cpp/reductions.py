@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -251,6 +251,9 @@ class ReductionPrinter(LoopPrinter):
 class RowPrinter(ReductionPrinter):
     """A kernel that reduces along the vectorised axis: each parallel iteration is a row, each stage a pass over it."""
 
+    tile_rows: Mapping[int, str] = {}
+    """The text of the row that a load has in a tile, by its position."""
+
     def print(self) -> None:
         """Writes the loops."""
         pragma = "" if self.plan.splits_reduction else self.parallel()
@@ -260,7 +263,11 @@ class RowPrinter(ReductionPrinter):
     def print_row(self) -> None:
         """Writes the passes over one row."""
         self.statements.lane = self.vector_axis
-        known: EmittedValues = {}
+        element = self.statements.element
+        known: EmittedValues = {
+            position: element(f"{row}[{self.vector_axis.name}]", self.statements.dtype(position))
+            for position, row in self.tile_rows.items()
+        }
         self.filled_row_buffers: set[int] = set()
         self.overlaps = self.can_overlap()
         self.row_buffers = self.select_row_buffers()
@@ -400,9 +407,9 @@ class RowPrinter(ReductionPrinter):
         row_values = dict.fromkeys(self.filled_row_buffers, "")
         new = self.row_buffers - self.filled_row_buffers
         targets = [*self.targets(reductions, stores), *new]
-        return find_half_blocks(
-            self.kernel, self.vector_axis, targets, self.block_stores(stores), {**known, **row_values}
-        )
+        values = {**{item: text for item, text in known.items() if item not in self.tile_rows}, **row_values}
+        stored = self.block_stores(stores)
+        return find_half_blocks(self.kernel, self.vector_axis, targets, stored, values, self.tile_rows)
 
     def block_stores(self, stores: Sequence[Store]) -> Sequence[Store]:
         """Returns the stores whose elements go to memory in the order of the row."""
@@ -419,7 +426,8 @@ class RowPrinter(ReductionPrinter):
     ) -> None:
         """Writes the loop over blocks of float16 elements: their conversions, and the vectorised loop of a block."""
         lane, lanes = self.vector_axis, self.lanes()
-        halves = HalfBlockWriter(self.statements, blocks, lane, "first", "lanes")
+        tiles = {position: f"{row} + first" for position, row in self.tile_rows.items()}
+        halves = HalfBlockWriter(self.statements, blocks, lane, "first", "lanes", tiles)
         loop, arguments = f"for_blocks<{lanes}>", "int64_t offset, auto lanes"
         if self.overlaps:
             loop = f"for_overlapping_blocks<{lanes}, {self.block_width()}>"

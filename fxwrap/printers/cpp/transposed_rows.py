@@ -1,12 +1,14 @@
-"""Reductions of rows whose results are stored transposed, as a softmax over channels from one layout to another."""
+"""Reductions of rows with transposed results, as a softmax over channels from one layout to another, or operands."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from fxwrap.loop_ir import Axis, Store, operation_dtype
-from fxwrap.printers.cpp.loop_plan import LoopPlan, is_transposed
+from fxwrap.loop_ir import Axis, Load, Store, operation_dtype
+from fxwrap.printers.cpp.loop_plan import STREAMED_BYTES, LoopPlan, is_transposed
 from fxwrap.printers.cpp.loops import loop_head
+from fxwrap.printers.cpp.operations import CPP_TYPES
 from fxwrap.printers.cpp.reductions import RowPrinter
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues
 
@@ -90,3 +92,69 @@ class TransposedRowPrinter(RowPrinter):
             ):
                 value = f"block[{lane.name} - {start}][{across.name} - {across.name}_0]"
                 self.statements.store(store, {store.value: value})
+
+
+@dataclass(frozen=True)
+class RowLoads:
+    """Loads of a kernel of rows that are contiguous along the parallel axis `across`, in tiles of so many rows."""
+
+    across: Axis
+    loads: tuple[int, ...]
+    rows: int
+
+
+def find_transposed_loads(plan: LoopPlan) -> RowLoads | None:
+    """Returns the loads of a kernel of rows that tiles of several rows make contiguous; None if there are none."""
+    kernel, lane = plan.kernel, plan.vector_axis
+    if lane is None or kernel.reduced != (lane,) or not isinstance(lane.size, int) or lane.size < TILE_ROWS:
+        return None
+    if plan.serial or plan.splits_reduction or kernel.scans:
+        return None
+    items = [(at, item) for at, item in enumerate(kernel.operations) if isinstance(item, Load) and item.mask is None]
+    for across in kernel.axes:
+        loads = [(at, item) for at, item in items if is_transposed(item.index, across, lane)]
+        if not loads or not isinstance(across.size, int):
+            continue
+        width = sum(item.dtype.itemsize for _, item in loads)
+        rows = STREAMED_BYTES // min(item.dtype.itemsize for _, item in loads)
+        while rows > TILE_ROWS and (rows > across.size or rows * lane.size * width > MAX_TILE_BYTES):
+            rows //= 2
+        if TILE_ROWS <= rows <= across.size and rows * lane.size * width <= MAX_TILE_BYTES:
+            return RowLoads(across, tuple([at for at, _ in loads]), rows)
+    return None
+
+
+class TransposedLoadPrinter(RowPrinter):
+    """A kernel of rows that loads tiles of several rows, so that it reads whole cache lines."""
+
+    def __init__(self, plan: LoopPlan, tiles: RowLoads, writer: CppSourceWriter, origin_comments: bool) -> None:
+        super().__init__(plan, writer, origin_comments)
+        self.across, self.tiles = tiles.across, tiles
+        rows = f"[{self.across.name} - {self.across.name}_1]"
+        self.tile_rows = {position: f"{self.statements.name(position)}_tile{rows}" for position in tiles.loads}
+
+    def print(self) -> None:
+        """Writes the loops. The last tile begins where whole ones fit."""
+        across, first, rows = self.across, f"{self.across.name}_0", self.tiles.rows
+        heads = [loop_head(axis) for axis in self.kernel.axes if axis != across]
+        heads.append(f"for (int64_t {first} = 0; {first} < {across.size}; {first} += {rows})")
+        with self.writer.nest(heads, self.parallel()):
+            self.writer.line(f"const int64_t end = fxwrap::min<int64_t>({first} + {rows}, {across.size});")
+            self.writer.line(f"const int64_t {across.name}_1 = fxwrap::min<int64_t>({first}, {across.size} - {rows});")
+            for position in self.tiles.loads:
+                self.load_tile(position)
+            with self.writer.nest([loop_head(across, first, "end")]):
+                self.print_row()
+
+    def load_tile(self, position: int) -> None:
+        """Writes the load of a tile."""
+        load, lane, index = self.kernel.operations[position], self.vector_axis, self.statements.index({})
+        assert isinstance(load, Load)
+        corner = load.index.substitute({self.across: Axis(f"{self.across.name}_1", self.across.size), lane: 0})
+        stride, name = load.index.stride(lane), f"{self.statements.name(position)}_tile"
+        assert stride is not None
+        self.writer.line(f"alignas(64) {CPP_TYPES[load.dtype]} {name}[{self.tiles.rows}][{lane.size}];")
+        source = f"{load.buffer} + {index(corner)}, {index(stride)}"
+        target = f"&{name}[0][0], {lane.size}"
+        comment = self.statements.comment(load)
+        self.writer.line(f"transpose({source}, {self.tiles.rows}, {lane.size}, {target});{comment}")
