@@ -78,12 +78,21 @@ fxwrap::Value make_value(const Recipe& recipe) {
   return fxwrap::Value(make_tensor(recipe.dtype, recipe.sizes, recipe.file, recipe.kind == "tensor2" ? 2 : 1));
 }
 
+// The elements of a tensor one after another, whatever its strides.
 std::string bytes_of(const fxwrap::Value& value) {
   if (value.kind() != FXWRAP_DLPACK) return "";
   const DLTensor& tensor = value.dlpack()->dl_tensor;
+  const char* data = static_cast<const char*>(tensor.data) + tensor.byte_offset;
+  const int64_t bytes = tensor.dtype.bits / 8;
   int64_t count = 1;
   for (int i = 0; i < tensor.ndim; ++i) count *= tensor.shape[i];
-  return {static_cast<const char*>(tensor.data) + tensor.byte_offset, size_t(count * tensor.dtype.bits / 8)};
+  std::string result;
+  for (int64_t element = 0; element < count; ++element) {
+    int64_t offset = 0, left = element;
+    for (int i = tensor.ndim - 1; i >= 0; left /= tensor.shape[i--]) offset += left % tensor.shape[i] * tensor.strides[i];
+    result.append(data + offset * bytes, size_t(bytes));
+  }
+  return result;
 }
 
 class Driver {

@@ -20,7 +20,7 @@ from tests.conftest import NO_CMAKE
 
 
 class Scores(torch.nn.Module):
-    """A matmul, fused kernels, a count of calls, and a number of any size."""
+    """A matmul and fused kernels; a result is transposed, and one is broadcast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,8 @@ class Scores(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         scores = torch.softmax(torch.addmm(self.bias, x, self.weight), -1)
-        return {"scores": scores, "rows": ids + scores.argmax(-1)}
+        best = scores.argmax(-1)
+        return {"scores": scores, "rows": ids + best, "columns": scores.exp().t(), "best": best[:, None].expand(-1, 4)}
 
 
 def examples(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,9 +75,9 @@ def check(project: Path, saved: Path, *definitions: str) -> None:
                (line.split(":") for line in done.stdout.splitlines())}  # fmt: skip
     with torch.no_grad():
         wanted = fxwrap.load(saved)(*examples(3))
-    assert list(printed) == ["scores", "rows"]
-    assert torch.equal(torch.tensor(printed["scores"]), wanted["scores"].flatten()[:8])
-    assert printed["rows"] == wanted["rows"].tolist()
+    assert printed.keys() == wanted.keys() and not wanted["columns"].is_contiguous()
+    for name, result in wanted.items():
+        assert torch.equal(torch.tensor(printed[name]), result.flatten()[:8].float()), name
     linked = subprocess.run(["ldd", executable], capture_output=True, text=True, check=True).stdout
     assert "libtorch_cpu" in linked and "python" not in linked.replace("site-packages", "").replace("/python3", "")
 

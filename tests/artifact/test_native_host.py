@@ -69,6 +69,25 @@ def test_results_are_those_of_python(affine: Path, tmp_path: Path, size: int) ->
     assert torch.equal(read_result(tmp_path / "out.0", wanted), wanted)
 
 
+class Strided(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x.sin()
+        return y.t(), y[1:, 1::3], y.sum(0).expand(3, 16), y.view(-1, 4, 4).permute(2, 0, 1), x.t() @ x.half().float()
+
+
+def test_results_have_the_strides_of_eager_mode(tmp_path: Path) -> None:
+    program = torch.export.export(Strided(), (batch(4),))
+    compiled = fxwrap.compile_graph(program, name="strided", options=fxwrap.Options(emitter="cpp"))
+    compiled.save(tmp_path / "strided.fxw", target="native")
+    words = tensor_commands(tmp_path, [batch(4)])
+    done = drive("open", tmp_path / "strided.fxw", *words, "run", tmp_path / "out")
+    assert done.code == 0, done.errors
+    wanted = Strided()(batch(4))
+    assert not any(item.is_contiguous() for item in wanted[:4])
+    for number, item in enumerate(wanted):
+        torch.testing.assert_close(read_result(tmp_path / f"out.{number}", item), item)
+
+
 def test_a_host_links_neither_python_nor_torch(affine: Path) -> None:
     linked = subprocess.run(["ldd", driver()], capture_output=True, text=True, check=True).stdout
     assert "libfxwrap_runtime" in linked and "libpython" not in linked and "libtorch" not in linked
