@@ -109,12 +109,10 @@ def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments:
         columns = plan_short_columns(plan)
         if columns is not None:
             return TransposedColumnPrinter(columns, writer, origin_comments)
-        parts = [_make_loop_printer(part, writer, origin_comments) for part in split_transposed(plan)]
-        return (
-            _PartsPrinter(plan, parts, writer, origin_comments)
-            if parts
-            else PointwisePrinter(plan, writer, origin_comments)
-        )
+        printers = [_make_loop_printer(part, writer, origin_comments) for part in split_transposed(plan)]
+        if printers:
+            return _PartsPrinter(plan, printers, writer, origin_comments)
+        return PointwisePrinter(plan, writer, origin_comments)
     if kernel.reduces_in_steps:
         parts = find_streaming_reduction(kernel)
         if parts is None:
