@@ -157,6 +157,16 @@ def test_blocks_of_groups(weights: str, rows_first: bool) -> None:
         assert source.count("tl.make_tensor_descriptor(") == 2
 
 
+@pytest.mark.parametrize("weights", ["40*j + k", "24*k + j"])
+def test_last_rows_of_a_group_are_described(weights: str) -> None:
+    kernel = parse_kernel(GROUPED.replace("WEIGHTS", weights))
+    blocks = replace(group_blocks(kernel, False), tails=(8,))
+    for sizes in ([24, 0, 4, 9], [0, 1, 17, 19], [0, 0, 0, 37]):
+        groups = torch.arange(4).repeat_interleave(torch.tensor(sizes))
+        source = check(kernel, blocks, {"group": groups}, tolerance=1e-3)
+        assert source.count("tl.make_tensor_descriptor(") == 4
+
+
 @pytest.mark.parametrize("rows_first", [True, False])
 def test_rows_of_a_group_that_begin_anywhere_in_a_line_are_not_described(rows_first: bool) -> None:
     """Rows are beside each other in memory, and a group begins at any of them."""
@@ -184,3 +194,16 @@ def test_blocks_of_many_rows_are_described_first(rows: int, described: bool) -> 
     assert first == described and False in others
     older = configurations(kernel, spec=replace(CUDA, supports_tensor_descriptors=False))
     assert not any(item.descriptors for item in older if isinstance(item, GroupBlockConfiguration))
+
+
+@pytest.mark.parametrize(("columns", "block"), [(64, 64), (4096, 128), (16384, 256)])
+def test_blocks_of_few_waves_have_fewer_columns(columns: int, block: int) -> None:
+    """Last blocks of a group have 64 or 32 rows, and are the right operand of a dot; 132 programs run at once."""
+    text = GROUPED.replace("WEIGHTS", "40*j + k").replace("37", "600").replace("960", str(40 * columns))
+    text = text.replace("3840", str(160 * columns)).replace("888", str(600 * columns)).replace("24", str(columns))
+    kernel = parse_kernel(text)
+    first = next(item for item in configurations(kernel) if isinstance(item, GroupBlockConfiguration))
+    assert first.x == first.rows and first.x_block == 128 and first.tails == (64, 32)
+    assert first.y_block == block
+    older = configurations(kernel, spec=replace(CUDA, supports_tensor_descriptors=False))
+    assert not any(item.tails for item in older if isinstance(item, GroupBlockConfiguration))

@@ -133,6 +133,19 @@ def test_windows_of_rows_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     assert "in tl.range(0, 5, 2)" in source
 
 
+@pytest.mark.parametrize("rows_first", [True, False])
+@pytest.mark.parametrize("text", [GROUPED, QUANTISED, SEVERAL], ids=["bias", "dequantised", "several"])
+def test_last_rows_of_a_group_are_smaller_blocks(text: str, rows_first: bool) -> None:
+    """Groups end with a block, a half and a quarter of one, with a row less and more of each."""
+    kernel = parse_kernel(ascending(text))
+    count = math.prod(int(axis.size) for axis in kernel.axes[:-1])
+    blocks = replace(blocks_of_groups(kernel, rows_first, 16), tails=(8, 4))
+    for sizes in ([4, 3, 5, count - 12], [7, 8, 9, count - 24], [15, 0, 17, count - 32], [16, 1, count - 17, 0]):
+        groups = torch.arange(4).repeat_interleave(torch.tensor(sizes))
+        source = check(kernel, blocks, {"group": groups}, tolerance=1e-3)
+        assert source.count("tl.dot") == 3
+
+
 def test_there_are_blocks_for_all_windows_and_further_groups() -> None:
     kernel = parse_kernel(ascending(GROUPED))
     printed = print_triton(kernel, blocks_of_groups(kernel, True, 8))

@@ -80,6 +80,12 @@ _GROUP_BAND_ROWS = 1024
 _MAX_POINTER_ROWS = 128
 """The largest average rows of a group with which loads by pointers are as fast as those by tensor descriptors."""
 
+_TAILS = (64, 32)
+"""Rows of the blocks of a group's last rows, where descriptors load blocks of more."""
+
+_MIN_WIDE_WAVES = 2
+"""The number of waves of full blocks from which on these have as many columns as fit: the last wave takes as long."""
+
 _GROUPED_ROW_BLOCK = (4, 1024, 2)
 """Columns, elements of a column and warps of a row that has a matrix of its own."""
 
@@ -221,7 +227,18 @@ def _group_block_configurations(
     fit = fitting(banded, partial(_shared_bytes, contraction), _smaller, spec)
     if in_group <= _MAX_POINTER_ROWS or not spec.supports_tensor_descriptors:
         return fit
-    return [*[replace(item, descriptors=True) for item in fit], fit[0]]
+    described = [_described(item) for item in fit]
+    count = hint(contraction.row_count) * hint(product([axis.size for axis in contraction.columns]))
+    waves = count / (described[0].x_block * described[0].y_block * spec.multiprocessors)
+    if waves < _MIN_WIDE_WAVES and described[1].y_block < described[0].y_block:
+        described[:2] = described[1::-1]
+    return [*described, fit[0]]
+
+
+def _described(item: GroupBlockConfiguration) -> GroupBlockConfiguration:
+    """Returns blocks whose operands descriptors load: of columns by rows, which tensor cores also multiply if few."""
+    swapped = replace(item, x=item.y, y=item.x, x_block=item.y_block, y_block=item.x_block)
+    return replace(swapped, descriptors=True, tails=tuple([rows for rows in _TAILS if rows < item.y_block]))
 
 
 def _saturating_programs(spec: DeviceSpec) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
 
 from fxwrap.loop_ir import IndirectIndex
 from fxwrap.printers.triton.contractions import DotPrinter
@@ -12,6 +15,9 @@ from fxwrap.symbolic import ceiling_divide
 _MAX_WINDOWS = 1024
 """The number of windows whose groups are loaded at once."""
 
+_STATE_OF_BLOCK = ("whole", "tile", "index_printer", "positions", "dimension_masks", "stable_names", "results")
+"""The attributes of a printer that depend on the size of a block of rows."""
+
 
 class GroupBlockPrinter(DotPrinter):
     """Prints a contraction of rows in ascending groups by blocks that begin at the first row of their group.
@@ -19,7 +25,8 @@ class GroupBlockPrinter(DotPrinter):
     Each program finds its block itself. Windows of consecutive rows are as long as blocks; a group that begins in
     window w has the blocks from number w + group on, so that no two blocks have one number. Of a number, w is the last
     window whose first row has a group of at most `number - w`, which is the group of the block; a number between those
-    of two groups has no rows. Numbers are as many as windows, and one for each further group.
+    of two groups has no rows. Numbers are as many as windows, and one for each further group. Few rows at the end of a
+    group are a smaller block, in a branch of its own.
     """
 
     configuration: GroupBlockConfiguration
@@ -112,8 +119,28 @@ class GroupBlockPrinter(DotPrinter):
         return holds
 
     def _emit_looped(self) -> None:
-        with self.nested(f"if {self.first_row} < {self.end}:"):
+        after = [*[f"{self.first_row} + {rows}" for rows in self.configuration.tails], self.first_row]
+        with self.nested(f"if {after[0]} < {self.end}:"):
             super()._emit_looped()
+        for block, (most, least) in zip(self.configuration.tails, pairwise(after), strict=True):
+            with self.nested(f"if ({least} < {self.end}) & ({self.end} <= {most}):"), self._tail(block):
+                super()._emit_looped()
+
+    @contextmanager
+    def _tail(self, block: int) -> Iterator[None]:
+        """Prints the positions of a smaller block of rows, which is the current one then."""
+        state = {name: vars(self)[name] for name in _STATE_OF_BLOCK}
+        whole, rows = self._rows, replace(self._rows, block=block, is_parameter=False)
+        dimensions = tuple([rows if item is whole else item for item in self.whole.dimensions])
+        self.whole = replace(self.whole, dimensions=dimensions)
+        self.index_printer = self._indices_at({axis: self.names.create_name(axis.name) for axis in rows.axes})
+        self.positions, self.dimension_masks = dict(self.positions), dict(self.dimension_masks)
+        self.stable_names, self.results = {}, {}
+        self._enter(self.result_block)
+        self._emit_block_offsets(rows, self.first_row)
+        self.dimension_masks[rows.name] = self.masks[self.tile.dimensions.index(rows)]
+        yield
+        vars(self).update(state)
 
     def _emit_groups(
         self,

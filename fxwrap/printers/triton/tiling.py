@@ -18,13 +18,15 @@ from fxwrap.symbolic import Size, ceiling_divide, product, total
 class Dimension:
     """One dimension of a tile, "x", "y", "r", "p", "row" or "chunk": blocks of flattened axes.
 
-    `more_blocks` is the number of blocks beyond those of consecutive elements, where blocks begin at others' ends.
+    `more_blocks` is the number of blocks beyond those of consecutive elements, where blocks begin at others' ends. The
+    size of a block is a parameter of the kernel, or else a number in its text.
     """
 
     name: str
     axes: tuple[Axis, ...]
     block: int
     more_blocks: Size = 0
+    is_parameter: bool = True
 
     @property
     def size(self) -> Size:
@@ -45,8 +47,8 @@ class Dimension:
 
     @property
     def block_constant(self) -> str:
-        """The name of the constant parameter for the block's size."""
-        return f"{self.name.upper()}_BLOCK"
+        """The name of the constant parameter for the block's size, or the size."""
+        return f"{self.name.upper()}_BLOCK" if self.is_parameter else str(self.block)
 
 
 @dataclass(frozen=True)
@@ -179,10 +181,14 @@ class DotConfiguration(BlockConfiguration):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupBlockConfiguration(DotConfiguration):
-    """A contraction of `rows` in ascending groups, whose blocks of rows have one group each (`group_blocks.py`)."""
+    """A contraction of `rows` in ascending groups, whose blocks of rows have one group each (`group_blocks.py`).
+
+    The last block of a group is the smallest one of `tails`, blocks in descending order, that has all of its rows.
+    """
 
     rows: tuple[Axis, ...]
     groups: Size
+    tails: tuple[int, ...] = ()
 
     def tile(self, kernel: Kernel) -> Tile:
         whole, more = super().tile(kernel), total((self.groups, -1))
