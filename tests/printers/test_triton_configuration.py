@@ -269,3 +269,22 @@ def test_elements_at_indices_of_rows_and_columns_are_in_tiles(
 )  # fmt: skip
 def test_other_elements_at_indices_are_in_flat_blocks(kernel: Kernel) -> None:
     assert configurations(kernel)[0].x == kernel.axes
+
+
+@pytest.mark.parametrize("crossed", [False, True])
+def test_steps_are_longer_where_loads_are_contiguous_along_columns(crossed: bool) -> None:
+    """Such loads are brought to their threads one after the other."""
+    columns, rows = Axis("p0", 1 << 18), Axis("r0", 392)
+    position = linearize_index([rows, columns], [392, 1 << 18])
+    other = linearize_index([columns, rows], [1 << 18, 392]) if crossed else position
+
+    def write(body: KernelBuilder) -> None:
+        product = body.load("x", position, BF16).to(F32) * body.load("y", other, BF16).to(F32)
+        body.store("out", position, product.to(BF16))
+        body.store("sums", as_index(columns), body.reduce("sum", product)[0])
+
+    count = 392 << 18
+    outputs = {"out": (BF16, count), "sums": (F32, 1 << 18)}
+    first = configurations(build([columns], [rows], dict.fromkeys("xy", (BF16, count)), outputs, write))[0]
+    assert isinstance(first, TileConfiguration) and first.looped
+    assert (first.x_block * first.r_block, first.num_warps) == ((2048, 8) if crossed else (1024, 4))

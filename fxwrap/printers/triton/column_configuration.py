@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fxwrap.devices import WARP_LANES, DeviceSpec
-from fxwrap.loop_ir import TRANSFER_BYTES, Axis, IndirectIndex, Kernel, Store, has_contiguous_columns
+from fxwrap.loop_ir import ONE, TRANSFER_BYTES, Axis, IndirectIndex, Kernel, Store, has_contiguous_columns
 from fxwrap.printers.triton.accesses import (
     MIN_TILE_SIDE,
     Hint,
@@ -220,6 +220,7 @@ def _column_configurations(kernel: Kernel, inner: Axis, hint: Hint, spec: Device
     They load elements one by one, as rows demand that are not aligned to whole vectors: asynchronous copies of single
     elements to shared memory are slow. Loads with masks of their own, as in parts of which the last is shorter, wait
     for each other less if a warp has all columns; so do several loads of single elements of four bytes, fewer a thread.
+    Loads that are contiguous along the column are brought to their threads one after the other: then steps are longer.
     """
     width, loads = min(_MOST_COLUMNS, _widest_columns(kernel, inner, hint, spec)), full_tile_loads(kernel)
     elements = STEP_ELEMENTS if len(loads) * STEP_ELEMENTS <= _STEP_LOADS else 4
@@ -230,6 +231,8 @@ def _column_configurations(kernel: Kernel, inner: Axis, hint: Hint, spec: Device
         width = min(width, WARP_LANES)
     programs = _column_programs(kernel, inner, hint, width)
     size, warps = next_power_of_2(hint(kernel.reduced_count)), 4
+    if len(loads) > 1 and any(load.index.stride(kernel.reduced[-1]) == ONE for load in loads):
+        elements, warps = STEP_ELEMENTS, 8
     step = WARP_LANES * elements
     while warps < 16 and programs * warps < _BUSY_WARPS * spec.multiprocessors and warps * step < size * width:
         warps *= 2
