@@ -143,6 +143,14 @@ def test_triton(dtype: torch.dtype) -> None:
     assert _check_triton(attention_kernel(rows=35, keys=40, dtype=dtype)).count("tl.dot(") == 2 * 2
 
 
+@pytest.mark.parametrize("branches", [True, False])
+def test_products_that_end_with_their_step(branches: bool) -> None:
+    """Triton waits for them because another operation of the loop reads their sum."""
+    configuration = StreamingConfiguration(row_block=16, key_block=16, branches=branches, waits=True)
+    source = _check_triton(attention_kernel(rows=35, keys=70, dtype=torch.float16), configuration)
+    assert source.count("= tl.where(step >= 0, sum_") == (1 if branches else 2)
+
+
 def test_scores_of_half_precision() -> None:
     """Final factors of scores are part of the exponentials' unit, and a distance is the difference of two floats."""
     for cap, factor in ((0.0, 1.0), (20.0, 20.0)):
@@ -324,7 +332,9 @@ def test_configurations_follow_from_the_form_of_a_kernel() -> None:
     assert decoding[0].row_block == 16 and not (decoding[0].branches or decoding[0].splits)  # a loop waits at its end
     assert prefill[0].max_registers and not prefill[0].branches and prefill[-1].branches  # it has a bias
     wide = attention_kernel(rows=512, keys=512, width=128, dtype=torch.float16)  # with a bias
-    assert not streaming_configurations(wide, int)[0].branches
+    default, *_, one_loop = streaming_configurations(wide, int)
+    assert (default.branches, default.waits, one_loop.branches, one_loop.waits) == (False, False, True, True)
+    assert not any(item.waits for item in prefill)  # scores and sums of narrow heads leave registers
     assert not any(item.max_registers for item in streaming_configurations(attention_kernel(rows=512, keys=512), int))
 
 

@@ -460,3 +460,5 @@ class StreamingTritonPrinter(StreamingResultPrinter):
         name = f"sum_{item.position}"
         start = name if self.parts.softmax is None else f"{name} * factor"
         self.line(f"{name} = {self.dot(weights, values, item.right, start)}")
+        if self.configuration.waits:  # Triton waits for a product that another operation of the loop reads
+            self.line(f"{name} = tl.where(step >= 0, {name}, 0.0)")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
-from fxwrap.devices import CUDA, DeviceSpec
+from fxwrap.devices import CUDA, WARP_LANES, DeviceSpec
 from fxwrap.loop_ir import (
     HALF_PRECISION,
     Axis,
@@ -76,8 +76,10 @@ def streaming_configurations(
     first = candidates[0]
     band = 1 if is_uneven or parts.visit_bound is None else _band(kernel, parts, first, hint, spec)
     other = [replace(first, branches=not branches), replace(first, band=band)] if is_half else []
-    bound = partial(_shared_bytes, kernel, parts, hint)
-    return tuple(fitting(list(dict.fromkeys([*candidates, *other])), bound, _smaller, spec))
+    every = list(dict.fromkeys([*candidates, *other]))
+    if parts.softmax is not None:
+        every = [replace(item, waits=_waits(item, width)) for item in every]
+    return tuple(fitting(every, partial(_shared_bytes, kernel, parts, hint), _smaller, spec))
 
 
 def _has_one_loop(matrices: int, width: int, has_bias: bool, parts: StreamingReduction) -> bool:
@@ -88,6 +90,18 @@ def _has_one_loop(matrices: int, width: int, has_bias: bool, parts: StreamingRed
     if matrices != 2:
         return matrices == 4 and width == 256
     return not has_bias or (parts.visit_bound is not None and (width <= 64 or width == 256))
+
+
+def _waits(configuration: StreamingConfiguration, width: int) -> bool:
+    """Whether sums, scores and weights of a thread leave too few registers for all else.
+
+    ptxas then executes the matrix instructions of two steps one by one. Two loops, whose scores have a bias, are not
+    faster without that: they compute scores longer than products.
+    """
+    rows, keys = configuration.row_block, configuration.key_block
+    elements = rows * width + rows * keys + rows * keys // 2
+    free = configuration.max_registers - elements // (configuration.num_warps * WARP_LANES)
+    return configuration.branches and configuration.max_registers > 0 and free < _FEWEST_REGISTERS
 
 
 def _programs(kernel: Kernel, parts: StreamingReduction, configuration: StreamingConfiguration, hint: Hint) -> int:
@@ -210,6 +224,9 @@ _RUNNING_WARPS = 16
 
 _FEW_VISITS = 16
 """Blocks in a program's lists of partial and full ones, with which the search of its head costs what a band saves."""
+
+_FEWEST_REGISTERS = 32
+"""Registers for addresses, statistics and masks, without which the products of two steps do not overlap."""
 
 _FEW_ROWS = 32
 """Rows that fill no block: queries of a decoding step."""

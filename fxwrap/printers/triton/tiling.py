@@ -276,6 +276,7 @@ class StreamingConfiguration(LaunchConfiguration):
     With `half_products`, factors of half precision are multiplied as such; Triton's interpreter cannot do that.
     With `branches`, one loop visits partial and full blocks, and masks partial ones in a branch; else there are two
     loops, those over blocks that comparisons of positions mask in part only if `splits`.
+    With `waits`, products with weights end before the next step, whose scores can then have the weights' registers.
     Programs of one row block in `band` heads follow each other. Those of rows that visit more than others then come
     first in all heads of a band, so that the launch ends with short programs, and the keys of a band are in the cache.
     """
@@ -284,6 +285,7 @@ class StreamingConfiguration(LaunchConfiguration):
     key_block: int
     num_stages: int = 2
     branches: bool = False
+    waits: bool = False
     splits: bool = True
     half_products: bool = True
     band: int = 1
