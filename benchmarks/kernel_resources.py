@@ -12,6 +12,7 @@ in local memory. Columns:
   and shared memory allow (228 KiB, 1 KiB of which each program reserves).
 - stack and local: bytes of a thread in local memory, where spills are.
 - shared: bytes of a program.
+- serialised: why ptxas executes matrix instructions one by one, which overlap otherwise.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from fxwrap.wrapper_ir import KernelDefinition
 
 CAPABILITY, REGISTERS, SHARED, THREADS, RESERVED = 90, 65536, 228 << 10, 2048, 1 << 10
 _TYPES = {"f16": "fp16", "f32": "fp32", "f64": "fp64"}
+_SERIALISED = re.compile(r"serialized due to (.*?)(?: (?:in|for) the [^']*'.*)?$", re.MULTILINE)
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 BF16, GPU = torch.bfloat16, torch.device("cuda")
 
@@ -92,6 +94,14 @@ def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return scores.where(keys <= rows, -torch.inf).softmax(-1).to(query.dtype) @ value
 
 
+def flex_attention(query: Tensor, key: Tensor, value: Tensor, *lists: Tensor) -> Tensor:
+    """FlexAttention under a causal mask, with the lists of blocks of 128 x 128."""
+    mask = (query.shape[2], key.shape[2], *lists, 128, 128, lambda b, h, q, k: q >= k)
+    operator = torch.ops.higher_order.flex_attention
+    result: Tensor = operator(query, key, value, lambda score, *_: score, mask, query.shape[-1] ** -0.5, {})[0]
+    return result
+
+
 def expert_operands(rows: int) -> tuple[Tensor, ...]:
     """Returns operands of the experts of Mixtral for so many tokens, two of eight experts each."""
     integers = torch.empty(2 * rows, dtype=torch.int64), torch.empty(8, dtype=torch.int32)
@@ -104,6 +114,22 @@ def quantised_case(name: str, rows: int) -> Callable[[], tuple[Callable[..., Any
     def case() -> tuple[Callable[..., Any], tuple[Tensor, ...]]:
         item = quantised.linear_case(name, rows, 14336, 4096, BF16)
         return item.function, item.inputs
+
+    return case
+
+
+def attention_case(rows: int, keys: int, width: int) -> Callable[[], tuple[Callable[..., Any], tuple[Tensor, ...]]]:
+    """Returns a function that returns attention of so many queries and keys, and its operands, each its own tensor."""
+    return lambda: (attention, tuple(bf16(4, 16, length, width) for length in (rows, keys, keys)))
+
+
+def flex_attention_case(length: int, width: int) -> Callable[[], tuple[Callable[..., Any], tuple[Tensor, ...]]]:
+    """Returns a function that returns FlexAttention and its operands."""
+
+    def case() -> tuple[Callable[..., Any], tuple[Tensor, ...]]:
+        count = length // 128
+        lists = [torch.empty(1, 1, *sizes, dtype=torch.int32) for sizes in 4 * [(count,), (count, count)]]
+        return flex_attention, (*[bf16(4, 16, length, width) for _ in range(3)], *lists)
 
     return case
 
@@ -125,8 +151,9 @@ CASES: Mapping[str, Case] = {
     "experts-1": (lambda: (experts, expert_operands(1)), {}),
     "experts-16": (lambda: (experts, expert_operands(16)), {}),
     "experts-prefill": (lambda: (experts, expert_operands(1024)), GENERATED),
-    "attention": (lambda: (attention, (bf16(4, 16, 4096, 64), *[bf16(4, 16, 4096, 64)] * 2)), {}),
-    "attention-decoding": (lambda: (attention, (bf16(1, 32, 1, 128), *[bf16(1, 32, 1024, 128)] * 2)), {}),
+    **{f"attention-{width}": (attention_case(4096, 4096, width), {}) for width in (64, 128)},
+    **{f"flex-attention-{width}": (flex_attention_case(4096, width), {}) for width in (64, 128)},
+    "attention-decoding": (attention_case(1, 1024, 128), {}),
 }  # fmt: skip
 
 
@@ -148,7 +175,7 @@ def _on_gpu(fake: Tensor) -> Tensor:
     return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=GPU)
 
 
-def usage(kernel: KernelDefinition) -> dict[str, int]:
+def usage(kernel: KernelDefinition) -> dict[str, int | str]:
     """Returns the resources of a Triton kernel, compiled for aligned tensors and sizes."""
     function = load_jit_function(kernel.source)
     kinds = ["*" * (entry[0] == "*") + _TYPES.get(entry.lstrip("*"), entry.lstrip("*")) for entry in kernel.signature]
@@ -170,7 +197,18 @@ def usage(kernel: KernelDefinition) -> dict[str, int]:
     blocks = min(by_registers, SHARED // (shared + RESERVED), THREADS // threads, 32)
     return {
         "threads": threads, "registers": registers, "stack": stack, "local": local, "shared": shared, "blocks": blocks,
+        "serialised": serialised_products(compiled.asm["ptx"]),
     }  # fmt: skip
+
+
+def serialised_products(ptx: str) -> str:
+    """Returns why ptxas executes the matrix instructions of a kernel one by one; nothing where it does not."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name=sm_{CAPABILITY}a", file.name, "-o", "/dev/null"]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    return ", ".join(sorted(set(_SERIALISED.findall(text))))
 
 
 def main() -> None:

@@ -277,4 +277,16 @@ def test_resources_of_kernels_are_those_of_the_gpus_code() -> None:
     (kernel,) = kernel_resources.compile_case(kernel_resources.CASES["softmax"]).program.kernels
     usage = kernel_resources.usage(kernel)
     assert usage["stack"] == usage["local"] == 0, "the kernel keeps values in local memory"
-    assert 8 <= usage["registers"] <= 255 and usage["threads"] % 32 == 0 and 1 <= usage["blocks"] <= 32
+    registers, threads, blocks = [int(usage[name]) for name in ("registers", "threads", "blocks")]
+    assert 8 <= registers <= 255 and threads % 32 == 0 and 1 <= blocks <= 32
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["flex-attention-128", "experts-prefill",
+     *[pytest.param(name, marks=pytest.mark.long) for name in ("flex-attention-64", "matmul-4096")]],
+)  # fmt: skip
+def test_matrix_instructions_overlap(case: str) -> None:
+    kernels = kernel_resources.compile_case(kernel_resources.CASES[case]).program.kernels
+    usages = [kernel_resources.usage(item) for item in kernels if "tl.dot" in item.source]
+    assert usages and all(item["serialised"] == "" for item in usages)
