@@ -136,9 +136,9 @@ def compile_program_kernels(
     with ThreadPoolExecutor(1) as executor:
         if emitter == "cpp" and others:
             executor.submit(precompile_cpp, emitted.source)  # the build below raises its errors
-        failures = _compile(others, launches)  # before the build, which also links compiled Triton kernels
         if uses:
-            collect_in_pause()  # while the C++ compiler runs, if workers did not leave the time before
+            collect_in_pause()  # while workers and the C++ compiler run
+        failures = _compile(others, launches)  # before the build, which also links compiled Triton kernels
     if linked and not _try_build(emitted):
         failures += _compile(linked, launches)
         if not failures:

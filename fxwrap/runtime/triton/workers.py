@@ -28,7 +28,6 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from fxwrap.errors import OptionError
-from fxwrap.garbage_collection import collect_in_pause
 
 log = logging.getLogger("fxwrap.kernels")
 
@@ -230,8 +229,7 @@ class WorkerPool:
         """Distributes jobs among ready workers and `threads` threads of this process.
 
         Calls `finish(position, answer)` for each job, from several threads: with the worker's answer, or with None
-        for a job of this process, which `finish` compiles itself. Collects garbage once the last job has started: no
-        worker then waits for the next job, which a thread of this process sends, until the collection has ended.
+        for a job of this process, which `finish` compiles itself.
         """
         keys = [*map(_job_key, jobs)]
         with self._lock:
@@ -247,10 +245,6 @@ class WorkerPool:
         with ThreadPoolExecutor(count + len(workers)) as pool:
             own = [pool.submit(_run_jobs_in_process, waiting, finish) for _ in range(count)]
             others = [pool.submit(_run_jobs_on_worker, worker, jobs, waiting, finish) for worker in workers]
-            running: list[Future[Any]] = [*own, *others]
-            while not waiting.empty() and not all(future.done() for future in running):
-                time.sleep(_POLL_SECONDS)
-            collect_in_pause()
             for position, item in ahead.items():
                 answer = item.answer.result()
                 if answer is None:

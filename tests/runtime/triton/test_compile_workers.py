@@ -283,23 +283,6 @@ def test_jobs_of_a_worker_that_dies_ahead_are_compiled_by_others(pool: WorkerPoo
     assert pool.wait(READY)
 
 
-def test_garbage_is_collected_while_the_last_job_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[object] = []
-    collected = Event()
-
-    def collect() -> None:
-        events.append("collect")
-        collected.set()
-
-    def finish(position: int, _answer: Answer | None) -> None:
-        events.append(position)
-        assert position != 2 or collected.wait(READY)
-
-    monkeypatch.setattr(compile_workers, "collect_in_pause", collect)
-    WorkerPool().run([{"number": number} for number in range(3)], finish, 1)
-    assert events[:2] == [0, 1] and {*events[2:]} == {2, "collect"}
-
-
 def test_large_kernels_without_scalars_compile_while_the_graph_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[KernelUse] = []
     language = SimpleNamespace(kernels=SimpleNamespace(compile_ahead=started.append))
