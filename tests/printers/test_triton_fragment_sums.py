@@ -130,6 +130,7 @@ def test_a_gpu_moves_no_operand_between_lanes(rows: int) -> None:
     products = [item.start() for item in re.finditer("mma.sync", ptx)]
     moves = [item.start() for item in re.finditer(r"bar\.sync|ld\.shared|st\.shared|shfl|ldmatrix", ptx)]
     assert len(products) == (32 if rows else 40) and moves and min(moves) > max(products)
+    assert not re.search(r"\bsub\.\S*f32", ptx), "a negative factor of a sum is no subtraction by itself"
     assert not SPILLED.search(ptx) and len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= 8
     pairs = set(re.findall(r"mma\.sync[^{]*\{[^}]*\}, \{[^}]*\}, \{ *(%r\d+), *(%r\d+) *\}", ptx))
     assert pairs and len({item for pair in pairs for item in pair}) == 2 * len(pairs), "pairs of a row need no copies"

@@ -244,8 +244,8 @@ class GroupSumPrinter(DotPrinter):
         if operation.name not in ("add", "sub") or operation.operands[1] not in self.fused:
             return ""
         sums, coefficient = operands(self.kernel.operations[operation.operands[1]])
-        sign = "-" if operation.name == "sub" else ""
-        texts = self._value(sums), f"{sign}{parenthesize(self._value(coefficient))}", self._value(operation.operands[0])
+        sign = " * -1.0" if operation.name == "sub" else ""  # a modifier of an operand, which Triton's 0 - x is not
+        texts = self._value(sums), f"{parenthesize(self._value(coefficient))}{sign}", self._value(operation.operands[0])
         return f"tl.fma({', '.join(texts)})"
 
     def _packed_text(self, operation: Compute) -> str:
