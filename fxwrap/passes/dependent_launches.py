@@ -35,6 +35,9 @@ _FEW_REGISTERS = 64
 _REGISTER_UNIT, _MOST_REGISTERS = 8, 255
 """Registers of a thread are a multiple of the one, and at most the other."""
 
+_PARTITIONS = 4
+"""The parts of a multiprocessor, each with a part of its registers: it runs a multiple of so many warps of a kernel."""
+
 _MANY_PROGRAMS = 4
 """The programs of a processor of which one more or less is a small part of its work."""
 
@@ -143,12 +146,19 @@ class _DependentLaunches:
         kernel, spec = launches[0].kernel, self._spec(launches[0])
         counts = {programs if isinstance(programs := product(line.grid), int) else 0 for line in launches}
         part = math.ceil(max(counts) / spec.multiprocessors)
-        threads, limit = WARP_LANES * self.warps[kernel], self.limits[kernel]
-        if len(counts) > 1 or not limit or not 0 < part * threads * limit <= spec.registers:
+        limit = self.limits[kernel]
+        if len(counts) > 1 or not limit or not 0 < part <= self._places(launches[0], limit):
             return 0
-        registers = min(spec.registers // (part * threads) // _REGISTER_UNIT * _REGISTER_UNIT, _MOST_REGISTERS)
-        is_even = spec.registers // (registers * threads) == part
+        warps = math.ceil(part * self.warps[kernel] / _PARTITIONS) * _PARTITIONS
+        registers = spec.registers // (warps * WARP_LANES) // _REGISTER_UNIT * _REGISTER_UNIT
+        registers = min(registers, _MOST_REGISTERS)
+        is_even = self._places(launches[0], registers) == part
         return registers if is_even and self._loads_early(kernel) else 0
+
+    def _places(self, line: Launch, registers: int) -> int:
+        """Returns the number of a launch's programs for whose threads a processor has so many registers."""
+        warps = self._spec(line).registers // (WARP_LANES * registers) // _PARTITIONS * _PARTITIONS
+        return warps // self.warps[line.kernel]
 
     def _loads_early(self, name: str) -> bool:
         """Whether a kernel loads so much before it waits that an early start pays off."""
@@ -195,7 +205,7 @@ class _DependentLaunches:
     def _fills(self, line: Launch, programs: int) -> bool:
         """Whether a launch has one wave of programs that leave no registers for more of them: each place is one's."""
         of_processor = math.ceil(programs / self._spec(line).multiprocessors)
-        return self._spec(line).registers // self.registers[line.kernel] == of_processor
+        return self._places(line, self.limits[line.kernel] or _FEW_REGISTERS) == of_processor
 
     def _is_even(self, earlier: Launch, before: Launch, line: Launch, later: Launch | None) -> bool:
         """Whether the programs of a launch occupy a GPU evenly although they start while `earlier` runs.

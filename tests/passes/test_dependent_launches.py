@@ -215,16 +215,20 @@ def test_many_programs_that_load_much_early_start_beside_others(after: int, bloc
 
 
 @pytest.mark.parametrize(
-    ("grids", "block", "limit", "registers"),
-    [((384, 384), MUCH, 128, 168), ((256, 256), MUCH, 128, 255), ((264, 264), MUCH, 168, 255),
-     ((128, 128), MUCH, 128, 128), ((600, 600), MUCH, 128, 128), ((384, 256), MUCH, 128, 128),
-     ((384, 384), LITTLE, 128, 128), ((384, 384), MUCH, 0, 0)],
+    ("grids", "warps", "block", "limit", "registers"),
+    [((384, 384), 4, MUCH, 128, 168), ((256, 256), 4, MUCH, 128, 255), ((264, 264), 4, MUCH, 168, 255),
+     ((128, 128), 4, MUCH, 128, 128), ((600, 600), 4, MUCH, 128, 128), ((384, 256), 4, MUCH, 128, 128),
+     ((384, 384), 4, LITTLE, 128, 128), ((384, 384), 4, MUCH, 0, 0), ((792, 792), 2, MUCH // 2, 128, 168),
+     ((896, 896), 2, MUCH // 2, 128, 128)],
 )  # fmt: skip
 def test_programs_of_one_wave_take_all_registers(
-    grids: tuple[int, int], block: int, limit: int, registers: int
+    grids: tuple[int, int], warps: int, block: int, limit: int, registers: int
 ) -> None:
-    """Those of a processor's part, if they load much early: else they run beside programs of other launches."""
-    options = [("X_BLOCK", block), *([("maxnreg", limit)] if limit else []), ("num_warps", 4)]
+    """Those of a processor's part, if they load much early: else they run beside programs of other launches.
+
+    A processor runs a multiple of four warps: it has room for six or eight programs of two warps, not for seven.
+    """
+    options = [("X_BLOCK", block), *([("maxnreg", limit)] if limit else []), ("num_warps", warps)]
     lines = f"""%a = memory.alloc() : {F}
         kernel.launch @k(%x, %w) outs=(%a) grid=(896, 1, 1)
         kernel.launch @other(%a, %w) outs=(%c) grid=({grids[0]}, 1, 1)
