@@ -26,6 +26,7 @@ from fxwrap.fx_passes import (
     replace_in_place_functions,
     replace_stream_methods,
     simplify_attention_masks,
+    with_aliases_of_inputs,
 )
 from fxwrap.fx_passes.effects import fake_of, storage_of
 from fxwrap.lines import Return
@@ -197,6 +198,7 @@ class _GraphCompiler:
         outputs = graph_module.graph.output_node().args[0]
         info = aot_graph_info(self.kind, len(outputs) if isinstance(outputs, tuple | list) else 1)
         info = replace(info, donated_inputs=_donated_without_aliases(graph_module, info.donated_inputs))
+        graph_module = with_aliases_of_inputs(graph_module, info.input_aliases)
         static_inputs = self._static_inputs(graph_module, info)
         options = self.options.replace(check_inputs=False, freeze=self.options.freeze and self.kind == "inference")
         if options.autotune == FIRST_CALL and (options.on_graph is not None or is_precompiling()):

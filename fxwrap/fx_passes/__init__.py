@@ -10,6 +10,7 @@ from fxwrap.fx_passes.matmuls.padded import *
 from fxwrap.fx_passes.model_source import *
 from fxwrap.fx_passes.prepare import *
 from fxwrap.fx_passes.prepared_graph import *
+from fxwrap.fx_passes.returned_aliases import *
 from fxwrap.fx_passes.source import *
 from fxwrap.fx_passes.stream_calls import *
 from fxwrap.fx_passes.timed_rewrites import *

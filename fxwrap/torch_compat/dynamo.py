@@ -124,12 +124,14 @@ class AotGraphInfo:
     """AOTAutograd's metadata of a graph's inputs and outputs, by position.
 
     `static_inputs` of the forward or inference graph have the same address in each call; `donated_inputs` of the
-    backward may be reused. `saved_outputs` of the forward are read by the backward alone.
+    backward may be reused. `saved_outputs` of the forward are read by the backward alone. Of `input_aliases` among the
+    outputs of the forward or inference graph, AOTAutograd reads the layout only: it returns views of inputs.
     """
 
     static_inputs: frozenset[int] = frozenset()
     donated_inputs: frozenset[int] = frozenset()
     saved_outputs: frozenset[int] = frozenset()
+    input_aliases: frozenset[int] = frozenset()
 
 
 def aot_graph_info(kind: str, outputs: int = 0) -> AotGraphInfo:
@@ -145,7 +147,19 @@ def aot_graph_info(kind: str, outputs: int = 0) -> AotGraphInfo:
     saved: frozenset[int] = frozenset()
     if kind == "forward" and context is not None and context.output_strides is not None:
         saved = frozenset(range(outputs)[metadata.tensors_saved_for_backwards_slice])
-    return AotGraphInfo(frozenset(metadata.static_input_indices or ()), frozenset(donated or ()), saved)
+    aliases = frozenset() if kind == "backward" else _input_aliases(metadata)
+    return AotGraphInfo(frozenset(metadata.static_input_indices or ()), frozenset(donated or ()), saved, aliases)
+
+
+def _input_aliases(metadata: Any) -> frozenset[int]:
+    """Returns the positions of outputs that are aliases of inputs; none if tokens or inner tensors are returned too."""
+    from torch._functorch._aot_autograd.schemas import OutputType, SubclassCreationMeta
+
+    if metadata.tokens or any(isinstance(item, SubclassCreationMeta) for item in metadata.subclass_fw_graph_out_meta):
+        return frozenset()
+    first = metadata.num_mutated_inp_runtime_indices
+    items = enumerate(metadata.output_info, first)
+    return frozenset([position for position, item in items if item.output_type is OutputType.alias_of_input])
 
 
 def report_output_strides(strides: Sequence[tuple[int, ...] | None]) -> None:
