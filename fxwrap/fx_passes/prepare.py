@@ -35,6 +35,7 @@ from fxwrap.fx_passes.matmuls.rewrites import pack_matmuls, rewrite_vector_produ
 from fxwrap.fx_passes.matmuls.sliced import slice_matmuls
 from fxwrap.fx_passes.negative_views import resolve_negative_views
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource, PreparedGraph
+from fxwrap.fx_passes.separable_pools import separate_pools
 from fxwrap.fx_passes.sorts import rewrite_sorts
 from fxwrap.fx_passes.source import graph_source, inline_subgraph_calls, remove_inert_calls
 from fxwrap.fx_passes.split_results import split_before_activations
@@ -113,6 +114,10 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     Step(
         "rewrite_sorts", "sort few integers by counting, and those of a known small range by keys of few bits",
         rewrite_sorts, "fuse", _fuses,
+    ),
+    Step(
+        "separate_pools", "take maxima of large windows along each dimension",
+        separate_pools, "fuse", _fuses,
     ),
     Step(
         "dequantise_packed_weights", "turn matmuls of many rows and packed weights into matmuls of dequantised ones",
