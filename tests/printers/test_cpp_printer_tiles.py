@@ -116,3 +116,19 @@ def test_rows_with_transposed_operands(dtype: torch.dtype, shape: tuple[int, int
 @pytest.mark.parametrize("shape", [(15, 64), (64, 15), (16, 9000)], ids=str)
 def test_few_or_long_rows_have_no_tiles(shape: tuple[int, int]) -> None:
     assert "transpose(" not in print_cpp_kernel(row_softmax_of(F32, *shape, 1)).source
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_sums_of_gathered_vectors_are_vectors(dtype: torch.dtype) -> None:
+    body, bag, item, column = KernelBuilder(), Axis("b", 50), Axis("k", 4), Axis("j", 70)
+    index = body.load("index", matrix(bag, item), torch.int64)
+    body.device_assert((index >= 0) & (index < 31), "out of bounds")
+    element = body.load("table", body.indirect_index(index, 31) * 70 + column, dtype).to(F32)
+    body.store("out", matrix(bag, column), body.reduce("sum", element)[0])
+    inputs = [Buffer("index", torch.int64, 200), Buffer("table", dtype, 31 * 70)]
+    kernel = body.finish([column, bag], [item], inputs, [Buffer("out", F32, 3500)])
+    index_of = torch.randint(0, 31, (200,), generator=torch.Generator().manual_seed(1))
+    source = check(kernel, arguments={"index": index_of})
+    assert "load_columns" not in source, "lanes are elements of vectors"
+    before = source[: source.index("failed |=")].splitlines()
+    assert not any("lane" in line for line in before[-4:]), "the index of a vector is checked once"

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from fxwrap.loop_ir import Axis, Compute, Kernel, Load, Reduce, Store, operation_dtype
+from fxwrap.loop_ir import Axis, Compute, Kernel, Load, Reduce, Scan, Store, operation_dtype
 from fxwrap.printers.cpp.half_blocks import MIN_HALF_LANES, HalfBlocks, HalfBlockWriter, find_half_blocks
 from fxwrap.printers.cpp.loop_plan import (
     LANES,
@@ -121,9 +121,19 @@ class ReductionPrinter(LoopPrinter):
 
     def print_varying_asserts(self, known: EmittedValues) -> None:
         """Writes a pass over the reduced axes that checks the assertions about their elements."""
-        if positions := self.varying_asserts():
-            with self.columns(), self.writer.nest([loop_head(axis) for axis in self.kernel.reduced]):
-                self.write_device_asserts(positions, dict(known))
+        positions = self.varying_asserts()
+        of_lanes = [position for position in positions if self.depends_on_lane(position)]
+        others = [position for position in positions if position not in of_lanes]
+        for chosen, lanes in ((others, nullcontext()), (of_lanes, self.columns())):
+            if chosen:
+                with lanes, self.writer.nest([loop_head(axis) for axis in self.kernel.reduced]):
+                    self.write_device_asserts(chosen, dict(known))
+
+    def depends_on_lane(self, position: int) -> bool:
+        """Whether an operation's value may differ between lanes, each of which has reductions and scans of its own."""
+        used = [self.kernel.operations[item] for item in self.kernel.backward_slice([position])]
+        is_shared = not any(isinstance(item, Reduce | Scan) for item in used)
+        return not is_shared or self.plan.vector_axis in self.kernel.value_axes[position]
 
     def columns(self) -> AbstractContextManager[None]:
         """Opens the loop over the vectorised axis, if that is parallel."""

@@ -213,7 +213,7 @@ class ColumnPrinter(ScanPrinterBase):
                 )
             self.print_stages(known)
             self.store_columns()
-            if self.device_asserts:
+            if len(self.varying_asserts()) < len(self.device_asserts):
                 with self.columns():
                     self.print_invariant_asserts(dict(known))
             if self.final_stores():

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from fxwrap.loop_ir import Axis, DeviceAssert, Index, Load, Store, as_index
+from fxwrap.loop_ir import Axis, DeviceAssert, Index, IndirectIndex, Kernel, Load, Store, as_index
 from fxwrap.printers.cpp.loop_plan import VECTOR_LANES, LoopPlan, is_transposed
 from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
 from fxwrap.printers.cpp.scans import ColumnPrinter
@@ -17,6 +17,9 @@ ROWS = 32
 
 MAX_ROW_LENGTH = 31
 """Largest number of elements of rows. Longer ones fill vectors along them."""
+
+MIN_VECTOR = 8
+"""Smallest number of elements of gathered vectors that lanes go along."""
 
 MIN_SHORT_ROW = 3
 """Smallest number of elements of rows that pointwise kernels transpose: loads and stores of pairs are interleaved."""
@@ -40,7 +43,7 @@ def plan_transposed_columns(plan: LoopPlan) -> LoopPlan | None:
     if len({store.buffer for store in stores}) < len(stores):
         return None
     for lane in plan.kernel.axes:
-        if isinstance(lane.size, int) and lane.size < ROWS:
+        if (isinstance(lane.size, int) and lane.size < ROWS) or _gathers_vectors(plan.kernel, lane):
             continue
         if all(_is_row(item.index, row, lane) or _is_column(item.index, lane) for item in accesses):
             is_transposed_anyway = any(
@@ -77,6 +80,24 @@ def plan_short_columns(plan: LoopPlan) -> LoopPlan | None:
         ):
             return columns
     return None
+
+
+def _gathers_vectors(kernel: Kernel, lane: Axis) -> bool:
+    """Whether lanes load elements of vectors that another axis goes along, at an index of each element of a row."""
+    for position, item in enumerate(kernel.operations):
+        if not isinstance(item, Load) or not kernel.varying[position]:
+            continue
+        indirect = [atom for atom in item.index.atoms() if isinstance(atom, IndirectIndex)]
+        if any(lane in kernel.value_axes[atom.operation] for atom in indirect):
+            long = [axis for axis in kernel.axes if axis is not lane and not _is_narrow(axis)]
+            strides = [item.index.stride(axis) for axis in long]
+            if any(stride is not None and stride.constant == 1 for stride in strides):
+                return True
+    return False
+
+
+def _is_narrow(axis: Axis) -> bool:
+    return isinstance(axis.size, int) and axis.size < MIN_VECTOR
 
 
 def _is_row(index: Index, row: Axis, lane: Axis) -> bool:
