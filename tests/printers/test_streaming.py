@@ -162,6 +162,16 @@ def test_scores_of_half_precision() -> None:
         assert body.count("tl.fma(") == 2 * (2 if cap else 1)
 
 
+def test_distances_of_computed_positions_are_differences_of_floats() -> None:
+    """Those of queries that are the last positions, unless the positions may be negative or exceed 2**22."""
+    sources = [_check_triton(attention_kernel(rows=35, keys=70, dtype=torch.float16, offset=35))]
+    configuration = StreamingConfiguration(row_block=16, key_block=16)
+    for offset in (-1, 1 << 22):
+        kernel = attention_kernel(rows=35, keys=70, dtype=torch.float16, offset=offset)
+        sources.append(print_triton(kernel, configuration).source)
+    assert ["bitcast=True) - tl.cast(" in source for source in sources] == [True, False, False]
+
+
 def test_soft_caps_of_half_precision_have_no_branches() -> None:
     """Divisions and hyperbolic tangents of scores have none; those of scores that are rounded less are exact."""
     for dtype, is_exact in ((torch.float16, False), (torch.float32, True)):

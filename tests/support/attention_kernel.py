@@ -18,9 +18,11 @@ Mask: TypeAlias = Callable[[KernelBuilder, Axis, Axis], Scalar]
 
 def attention_kernel(
     heads: int = 2, rows: int = 20, keys: int = 35, width: int = 5, columns: int = 3, dtype: torch.dtype = F32,
-    cap: float = 0.0, mask: Mask | None = None, masked: float = -math.inf,
+    cap: float = 0.0, mask: Mask | None = None, masked: float = -math.inf, offset: int = 0,
 ) -> Kernel:  # fmt: skip
     """Returns causal attention with a linear bias, which stores the output and the log-sum-exp of each row.
+
+    For the bias, rows are at the positions from `offset` on.
 
     With a cap, the scores are cap * tanh((score / 2 + bias) / cap). `mask` is another mask, of the kernel, row and key,
     which may load from `position`, int64 of each row; other scores are `masked`.
@@ -32,7 +34,8 @@ def attention_kernel(
     query = body.load("query", linearize_index((head, row, inner), (heads, rows, width)), dtype).to(computes)
     other = body.load("key", linearize_index((head, key, inner), (heads, keys, width)), dtype).to(computes)
     (score,) = body.reduce("sum", query * other, [inner])
-    bias = body.load("slopes", as_index(head), computes) * (body.index(key) - body.index(row)).to(computes)
+    at = body.index(row) + offset if offset else body.index(row)
+    bias = body.load("slopes", as_index(head), computes) * (body.index(key) - at).to(computes)
     biased = ((score * 0.5 + bias) / cap).tanh() * cap if cap else score + bias
     visible = body.index(row) >= body.index(key) - 2 if mask is None else mask(body, row, key)
     scores = visible.where(biased, masked)

@@ -24,13 +24,13 @@ from fxwrap.loop_ir import (
     AxisBound,
     Compute,
     Constant,
-    IndexValue,
     Kernel,
     KernelError,
     Load,
     Operation,
     map_operation,
     renumber_index,
+    value_range,
 )
 from fxwrap.printers.triton.blocks import BlockPrinter, Scope
 from fxwrap.printers.triton.operations import TRITON_DTYPES, safe_reciprocal
@@ -371,7 +371,7 @@ class StreamingValuePrinter(BlockPrinter):
         return is_streamed and not products.isdisjoint(self.kernel.backward_slice([position]))
 
     def _float_difference(self, position: int, scope: Scope) -> str | None:
-        """Returns the float of a difference of an index of rows and one of streamed positions, if that is exact.
+        """Returns the float of a difference of an integer of rows and one of streamed positions, if that is exact.
 
         The bits of 2**23 plus a smaller number are those of 2**23 plus the number: the difference of two such floats
         needs no conversion for each element, unlike that of the numbers.
@@ -382,23 +382,15 @@ class StreamingValuePrinter(BlockPrinter):
         sides = [{self.parts.row, self.inner} & self.kernel.value_axes[item] for item in operation.operands]
         if [len(item) for item in sides] != [1, 1] or sides[0] == sides[1]:
             return None
-        if not all(self._is_short_index(item) for item in operation.operands):
+        if not all(self._is_short(item) for item in operation.operands):
             return None
         texts = [f"tl.cast({self.value(item, scope)}, tl.int32)" for item in operation.operands]
         return " - ".join([f"tl.cast({text} + {_FLOAT_BITS:#x}, tl.float32, bitcast=True)" for text in texts])
 
-    def _is_short_index(self, position: int) -> bool:
-        """Whether a value is an index, perhaps as another integer, that is never negative and below 2**22."""
-        operation = self.kernel.operations[position]
-        match operation:
-            case IndexValue():
-                limits = operation.index.bounds()
-                largest = None if limits is None else limits[1].constant
-                return operation.index.is_nonnegative() and largest is not None and largest < _SHORT_INDEX
-            case Compute("cast", (operand,)) if operation.dtype in (torch.int32, torch.int64):
-                return self._is_short_index(operand)
-            case _:
-                return False
+    def _is_short(self, position: int) -> bool:
+        """Whether an integer is never negative and below 2**22, as an index, and one that is computed from it."""
+        low, high = value_range(self.kernel.operations, position)
+        return low >= 0 and high < _SHORT_INDEX
 
     # --- factors ----------------------------------------------------------------------------------------------------
 
