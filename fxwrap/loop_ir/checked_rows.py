@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
+from fxwrap.loop_ir.atoms import Axis
 from fxwrap.loop_ir.body_operations import DeviceAssert, Load, Operation, Store, indirect_operands, operation_dtype
 from fxwrap.loop_ir.builder import OperationCopier, with_used_buffers
 from fxwrap.loop_ir.contraction import find_contraction, find_grouped_contraction
@@ -26,8 +27,8 @@ _MIN_ROWS = 128
 def split_checked_rows(kernel: Kernel, hint: Callable[[Size], int]) -> SplitKernel | None:
     """Returns a contraction of many rows as a kernel that checks and stores indices of rows, and one that loads these.
 
-    None for a kernel without assertions or few rows, and where indices depend on more than the row. `hint` returns a
-    typical value of a size.
+    Gathered columns of a contraction are its rows, too. None for a kernel without assertions or few rows, and where
+    indices depend on more than the row. `hint` returns a typical value of a size.
     """
     form = find_grouped_contraction(kernel) or find_contraction(kernel)
     checks = [at for at, item in enumerate(kernel.operations) if isinstance(item, DeviceAssert)]
@@ -38,12 +39,14 @@ def split_checked_rows(kernel: Kernel, hint: Callable[[Size], int]) -> SplitKern
     rows = [at for at in sorted(indirect) if _has_common_load(kernel, kernel.backward_slice([at]), checked)]
     used = kernel.backward_slice(rows) | checked
     outputs = {item.name for item in kernel.outputs}
-    if any(not kernel.value_axes[at] <= {*form.rows} or _buffer(kernel.operations[at]) in outputs for at in used):
+    own = frozenset[Axis]().union(*[kernel.value_axes[at] for at in used])
+    is_of_rows = own <= {*form.rows} or own <= {*form.columns}
+    if not rows or not is_of_rows or any(_buffer(kernel.operations[at]) in outputs for at in used):
         return None
-    if not rows:
-        return None
-    axes = tuple([axis for axis in kernel.axes if axis in form.rows])
+    axes = tuple([axis for axis in kernel.axes if axis in own])
     sizes = [axis.size for axis in axes]
+    if hint(product(sizes)) < _MIN_ROWS:
+        return None
     names = outputs | {item.name for item in kernel.inputs}
     unused = (name for number in itertools.count() if (name := f"row{number}") not in names)
     buffers = {at: Buffer(next(unused), operation_dtype(kernel.operations[at]), product(sizes)) for at in rows}

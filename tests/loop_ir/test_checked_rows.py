@@ -84,6 +84,18 @@ def test_all_assertions_of_rows_are_checked_before(before: str, after: str) -> N
     assert "require" not in str(split.kernels[1])
 
 
+@pytest.mark.parametrize("gathers_left", [True, False])
+def test_gathered_operands_of_ungrouped_contractions(gathers_left: bool) -> None:
+    """Either operand is that of rows or of columns; few columns are multiplied as fast as they are loaded."""
+    text = GATHERED.replace("  %9 = i64 load group[i]\n", "  %9 = i64 0\n").replace("768*%9<2> + ", "")
+    text = text.replace(", group: i64[130]", "").replace("1536", "2304").replace("48", "144").replace("6240", "18720")
+    split = split_checked_rows(parse_kernel(text if gathers_left else text.replace("%8 %10", "%10 %8")), hint)
+    assert split is not None and [str(axis.size) for axis in split.kernels[0].axes] == ["130"]
+    assert "require" in str(split.kernels[0]) and "require" not in str(split.kernels[1])
+    few = text.replace("144", "48").replace("2304", "768").replace("18720", "6240")
+    assert split_checked_rows(parse_kernel(few), hint) is None
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
