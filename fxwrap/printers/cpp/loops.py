@@ -197,17 +197,27 @@ class LoopPrinter(ABC):
                 self.write_stores(stores, known)
             return
         first, end = f"{lane.name}_0", end or print_size(lane.size)
-        halves = HalfBlockWriter(self.statements, blocks, lane, first, "lanes")
+        length = int(end) - int(start) if start.isdigit() and end.isdigit() else None
+        if length is not None and length <= HALF_BLOCK and not pragma:
+            with self.writer.block(""):
+                self.writer.line(f"const int64_t {first} = {start};")
+                self.write_half_block(HalfBlockWriter(self.statements, blocks, lane, first, str(length)), stores, known)
+            return
         head = f"for (int64_t {first} = {start}; {first} < {end}; {first} += {HALF_BLOCK})"
         call = f"for_lane_block<{HALF_BLOCK}>({end} - {first}, [&](auto lanes)"
         outer = pragma.replace(" simd", "") if "parallel" in pragma else ""
         with self.writer.nest([head], outer), self.writer.block(call, "});"):
-            halves.widen(known, HALF_BLOCK)
-            halves.declare_stores(HALF_BLOCK)
-            with self.writer.nest(["for (int lane = 0; lane < lanes; ++lane)"], self.simd(with_asserts=False)):
-                self.writer.line(f"const int64_t {lane.name} = {first} + lane;")
-                self.write_stores(stores, dict(known), halves)
-            halves.narrow(known)
+            self.write_half_block(HalfBlockWriter(self.statements, blocks, lane, first, "lanes"), stores, known)
+
+    def write_half_block(self, halves: HalfBlockWriter, stores: Sequence[Store], known: EmittedValues) -> None:
+        """Writes the loop over a block's elements between their conversions."""
+        lane = self.vector_axis
+        halves.widen(known, HALF_BLOCK)
+        halves.declare_stores(HALF_BLOCK)
+        with self.writer.nest([f"for (int lane = 0; lane < {halves.count}; ++lane)"], self.simd(with_asserts=False)):
+            self.writer.line(f"const int64_t {lane.name} = {lane.name}_0 + lane;")
+            self.write_stores(stores, dict(known), halves)
+        halves.narrow(known)
 
     def write_overlapping_loop(self, stores: Sequence[Store], known: EmittedValues) -> None:
         """Writes loops over whole vectors of a short row, of which the last one overlaps the one before it."""
