@@ -33,6 +33,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -206,7 +207,7 @@ def serialised_products(ptx: str) -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name=sm_{CAPABILITY}a", file.name, "-o", "/dev/null"]
+        command = [get_ptxas(CAPABILITY).path, "-v", f"--gpu-name=sm_{CAPABILITY}a", file.name, "-o", "/dev/null"]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     return ", ".join(sorted(set(_SERIALISED.findall(text))))
 
