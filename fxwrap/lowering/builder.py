@@ -260,13 +260,15 @@ class Builder:
         """Adds a value for a tensor of the graph that is a view of another."""
         return self.add_alias(name, self.view_type(fake, base), base, fake)
 
-    def view_type(self, fake: torch.Tensor, base: Value) -> TensorType:
+    def view_type(self, fake: torch.Tensor, base: Value, base_fake: torch.Tensor | None = None) -> TensorType:
         """Returns the type of a view of a value.
 
         Its offset in the root is computed from the step between the two fake tensors: after CSE, the metadata of base
-        and view may belong to different storages, but the step is the same in each.
+        and view may belong to different storages, but the step is the same in each. `base_fake` is the fake tensor of
+        the node that the view is of, if the value is that of several nodes, as of an input and of a write into it.
         """
-        base_fake, offset = self.storages.fake(base), base.tensor_type.storage_offset
+        base_fake = self.storages.fake(base) if base_fake is None else base_fake
+        offset = base.tensor_type.storage_offset
         start, view_start = base_fake.storage_offset(), fake.storage_offset()
         old_bytes, new_bytes = base_fake.dtype.itemsize, fake.dtype.itemsize
         if old_bytes != new_bytes:

@@ -249,3 +249,20 @@ def test_results_of_overlapping_operands_have_memory_for_each_element(case: str)
     wanted, results = function(x), torch.compile(function, backend="fxwrap")(x)
     torch.testing.assert_close(results, wanted, check_stride=True)
     assert_emitters_agree(make_fx(function, tracing_mode="fake")(x), (x,))
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_calls_read_views_of_a_written_slice_of_a_storage(fuse: bool) -> None:
+    """torch's cache of fake results has other storage offsets for the second write than the first one's trace has."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        x[1:] = y[1:]
+        return x[1:, :] @ y.t()
+
+    for _ in range(2):
+        torch.compiler.reset()
+        storage, y = torch.randn(22), torch.randn(4, 5)
+        x, other = [item[2:].view(4, 5) for item in (storage, storage.clone())]
+        actual = torch.compile(function, backend="fxwrap", options={"fuse": fuse})(x, y)
+        torch.testing.assert_close(actual, function(other, y))
+        assert torch.equal(x, other)

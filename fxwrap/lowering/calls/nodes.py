@@ -224,12 +224,13 @@ def _view_base(
         return None
     if not all(is_plain_view(item, base_fake) for item in results):
         return None
-    return None if node.target is _AS_STRIDED and not _is_inside(builder, base, results[0]) else base
+    return None if node.target is _AS_STRIDED and not _is_inside(builder, node, base, results[0]) else base
 
 
-def _is_inside(builder: Builder, base: Value, fake: torch.Tensor) -> bool:
+def _is_inside(builder: Builder, node: Node, base: Value, fake: torch.Tensor) -> bool:
     """Whether a view is inside of the memory that its root declares: an input's storage may be larger, or not."""
-    type_, whole = builder.view_type(fake, base), builder.storages.root(base).tensor_type
+    type_ = builder.view_type(fake, base, _operand_fake(builder, node, base))
+    whole = builder.storages.root(base).tensor_type
     if not type_.is_static or not whole.is_static:
         return type_.end_bytes == whole.storage_bytes and type_.storage_offset == 0
     return type_.storage_offset >= 0 and type_.end_bytes <= whole.storage_bytes
@@ -251,12 +252,18 @@ def _views(builder: Builder, node: Node, base: Value, fake: FakeValue) -> Result
 
 def view_of(builder: Builder, node: Node, name: str, fake: torch.Tensor, base: Value) -> Value:
     """Emits the view of a value, or returns the value itself if the type is equal."""
-    type_ = builder.view_type(fake, base)
+    type_ = builder.view_type(fake, base, _operand_fake(builder, node, base))
     if type_ == base.type:
         return base
     value = builder.add_alias(name, type_, base, fake)
     builder.emit(View(value, base, origin=builder.origin(node)))
     return value
+
+
+def _operand_fake(builder: Builder, node: Node, value: Value) -> torch.Tensor | None:
+    """Returns the fake tensor of the operand of a call whose value is this one; None if there is none."""
+    fakes = [builder.fakes[item] for item in node.all_input_nodes if builder.env.get(item) is value]
+    return next((fake for fake in fakes if isinstance(fake, torch.Tensor)), None)
 
 
 def _base_of(
