@@ -21,6 +21,7 @@ from fxwrap.torch_compat import (
     FakeTensorMode,
     LazyGraphModule,
     OpOverload,
+    fake_like,
     fake_tensor,
     in_dispatched_fake_mode,
     in_fake_mode,
@@ -129,7 +130,7 @@ def fake_call(
 def _has_symbols(value: object) -> bool:
     """Whether an argument is a symbolic number, or a tensor of symbolic sizes or strides, or has such items."""
     if isinstance(value, FakeTensor):
-        strides = value.stride() if value.layout is torch.strided else ()
+        strides = (*value.stride(), value.storage_offset()) if value.layout is torch.strided else ()
         return not all(type(number) is int for number in (*value.shape, *strides))
     return isinstance(value, torch.SymInt) or (isinstance(value, tuple | list) and any(map(_has_symbols, value)))
 
@@ -181,6 +182,8 @@ def fresh_like(mode: FakeTensorMode, item: object, strides: tuple[int, ...] | No
     """Returns a tensor like a fake one on a new storage, with other strides if some are named; other objects as is."""
     if not isinstance(item, FakeTensor):
         return item
+    if strides is None and item.fake_mode is mode:
+        return fake_like(item)
     meta = torch.empty_strided(item.shape, strides or item.stride(), dtype=item.dtype, device="meta")
     return fake_tensor(mode, meta, item.device)
 
@@ -199,26 +202,30 @@ def rebased(view: object, base: object, new_base: object) -> FakeTensor | None:
     offsets = expressions_of([base.storage_offset(), new_base.storage_offset()])
     if not same_layout(base, new_base) or offsets[0] != offsets[1]:
         return None
-    meta = torch.empty(0, dtype=view.dtype, device="meta")
-    meta.set_(new_base.untyped_storage(), view.storage_offset(), view.shape, view.stride())
-    return fake_tensor(view.fake_mode, meta, view.device)
+    return fake_like(view, new_base.untyped_storage())
 
 
 def call_text(node: Node, fakes: NodeValues) -> str | None:
-    """Returns the operator, arguments and layouts of operands of a call as a text; None if a layout is symbolic."""
-    texts = {operand: layout_text(fakes[operand]) for operand in node.all_input_nodes}
+    """Returns the operator, arguments and layouts of operands of a call as a text; None for other operands."""
+    texts = {operand: _operand_text(fakes[operand]) for operand in node.all_input_nodes}
     if None in texts.values():
         return None
     return f"{node.target} {map_arg((node.args, node.kwargs), texts.__getitem__)}"
 
 
+def _operand_text(fake: object) -> str | None:
+    """Returns the layout of a tensor or the expression of a symbolic integer as a text; None for other values."""
+    if isinstance(fake, torch.SymInt):
+        return f"<{symbol_expression(fake)}>"
+    if not isinstance(fake, FakeTensor) or fake.layout is not torch.strided:
+        return None
+    numbers = [expressions_of(item) for item in (fake.shape, fake.stride(), (fake.storage_offset(),))]
+    return f"<{fake.dtype} {fake.device} {numbers}>"
+
+
 def layout_text(fake: object) -> str | None:
     """Returns the dtype, device, sizes and strides of a tensor as a text; None for symbolic ones and other values."""
-    if not isinstance(fake, FakeTensor) or fake.layout is not torch.strided or not has_static_strides(fake):
-        return None
-    if any(type(size) is not int for size in (*fake.shape, fake.storage_offset())):
-        return None
-    return f"<{fake.dtype} {fake.device} {tuple(fake.shape)} {fake.stride()} {fake.storage_offset()}>"
+    return None if not isinstance(fake, FakeTensor) or _has_symbols(fake) else _operand_text(fake)
 
 
 def can_propagate_fake(node: Node) -> bool:
@@ -245,7 +252,8 @@ class CallResults:
         result = None if known is None else known.of(operands)
         if result is None:
             result = run_on_fakes(node, fakes, like)
-            self._known[text] = _CallResult(result, operands, _mode_of_new_tensors(result, operands))
+            if _symbols_in(result) <= _symbols_in((operands, node.args, node.kwargs)):  # else they are its own
+                self._known[text] = _CallResult(result, operands, _mode_of_new_tensors(result, operands))
         return result
 
 
@@ -266,13 +274,23 @@ class _CallResult:
         return rebased(self.result, self.operands[bases[0]], operands[bases[0]]) if len(bases) == 1 else None
 
 
+def _symbols_in(value: object) -> set[sympy.Basic]:
+    """Returns the symbols of symbolic numbers and of layouts of fake tensors in nested values."""
+    if isinstance(value, torch.SymInt):
+        return set(symbol_expression(value).free_symbols)
+    if isinstance(value, FakeTensor) and value.layout is torch.strided:
+        value = (*value.shape, *value.stride(), value.storage_offset())
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return {symbol for item in items for symbol in _symbols_in(item)}
+
+
 def _mode_of_new_tensors(result: object, operands: Sequence[Any]) -> FakeTensorMode | None:
-    """Returns the mode of a result that consists of tensors of static layouts, each on a storage of its own."""
+    """Returns the mode of a result that consists of strided tensors, each on a storage of its own."""
     tensors = [item for item in items_of(result) if isinstance(item, torch.Tensor)]
     storages = [storage_identity(item) for item in tensors]
     read = {storage for operand in operands for storage in storages_of(operand)}
     are_new = (
-        all(layout_text(item) is not None and item.storage_offset() == 0 for item in tensors)
+        all(_operand_text(item) is not None and expression_of(item.storage_offset()) == 0 for item in tensors)
         and len(set(storages)) == len(storages)
         and read.isdisjoint(storages)
     )

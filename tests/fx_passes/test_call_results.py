@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fxwrap import Options
 from fxwrap.devices import CPU
@@ -24,7 +26,7 @@ from fxwrap.fx_passes.matmuls import rewrites
 from fxwrap.fx_passes.matmuls.rewrites import pack_matmuls
 from fxwrap.fx_passes.prepared_graph import FxPassContext, PreparedGraph
 from fxwrap.fx_passes.training.joint_graph import decompose_for_recomputation
-from fxwrap.torch_compat import FakeTensorMode, storage_identity
+from fxwrap.torch_compat import FakeTensorMode, fake_like, storage_identity
 
 aten = torch.ops.aten
 
@@ -57,6 +59,25 @@ def test_equal_calls_are_inferred_once_and_have_storages_of_their_own(monkeypatc
     assert views == [owners[0], owners[0], owners[1], owners[1]]
 
 
+def test_calls_on_symbolic_sizes_are_inferred_once_unless_they_have_new_symbols() -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=True))
+    graph, results = Graph(), CallResults()
+    layout = mode.from_tensor(torch.empty(5, 7), source=ConstantSource("x"), symbolic_context=DYNAMIC_ROWS)
+    nodes = [graph.placeholder(name) for name in ("x", "y")]
+    fakes: dict[Node, Any] = {node: fake_like(layout) for node in nodes}
+    calls: dict[str, list[Any]] = {}
+    for operand in nodes:
+        for target, arguments in ((aten.exp.default, ()), (aten.slice.Tensor, (0, 1)), (aten.nonzero.default, ())):
+            call = graph.call_function(target, (operand, *arguments))
+            calls.setdefault(str(target), []).append(results.run(call, fakes))
+    exps, slices, positions = calls.values()
+    assert len(results._known) == 2
+    assert same_layout(*exps) and storage_identity(exps[0]) != storage_identity(exps[1])
+    assert same_layout(*slices) and [item.storage_offset() for item in slices] == [7, 7]
+    assert [*map(storage_identity, slices)] == [storage_identity(fakes[node]) for node in nodes]
+    assert not same_layout(*positions)
+
+
 def test_symbolic_views_of_replaced_tensors_are_not_inferred_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def function(x: Tensor) -> tuple[Tensor, ...]:
         return x.exp().view(-1).cos(), x.exp().t().sin()
@@ -75,6 +96,8 @@ def test_symbolic_views_of_replaced_tensors_are_not_inferred_again(monkeypatch: 
     assert storage_identity(result.fakes[view]) == storage_identity(result.fakes[exp])
     assert same_layout(result.fakes[view], fakes[transposed])
 
+
+DYNAMIC_ROWS = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
 
 LIKE_A_GPU = dataclasses.replace(
     CPU,
