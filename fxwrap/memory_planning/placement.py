@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from operator import add
 from typing import Any
 
@@ -232,8 +233,8 @@ class Placement:
     def _update(self, section: int) -> bool:
         """Updates a section.
 
-        If a pending buffer cannot be the next one in a section, because the rest does not fit above it, or if it
-        waits, it is on top of another.
+        If a pending buffer cannot be the next one in a section, because the rest does not fit above it, it is above one
+        that can. If it waits, it is on top of another.
         """
         members, bound, size = self.members[section], self.bound, self.part.size
         if not members:
@@ -244,6 +245,8 @@ class Placement:
         if min(bounds) > latest:
             return False
         ends = list(map(add, bounds, map(size.__getitem__, members)))
+        can_be_next = list(map(latest.__ge__, bounds))
+        next_end = min(compress(ends, can_be_next))
         end = min(ends)
         position = ends.index(end)
         lowest = members[position]
@@ -251,14 +254,14 @@ class Placement:
         other = min(ends)
         if self.ends[section] != (end, lowest, other):
             self._set(self.ends, section, (end, lowest, other))
-        count = sum(map(latest.__ge__, bounds))
+        count = sum(can_be_next)
         if self.candidate_count[section] != count:
             self._set(self.candidate_count, section, count)
         if count == len(bounds) and bounds == list(map(self.lowest.__getitem__, members)):
             return True
         for index, offset in zip(members, bounds):
             if offset > latest:
-                support = other if index == lowest else end
+                support = next_end
             elif offset > self.lowest[index]:
                 if self._end_of_others(self._support_section[index], index) <= offset:
                     continue

@@ -20,7 +20,7 @@ from fxwrap.memory_planning.blocks import APPROXIMATE, EXACT, Blocks
 from fxwrap.memory_planning.explore import SearchLimits, SearchStatus
 from fxwrap.memory_planning.greedy import greedy_by_duration, greedy_by_size, max_live_bytes, peak_of, squeaky_wheel
 from fxwrap.memory_planning.native_search import native_search
-from fxwrap.memory_planning.placement import in_sections
+from fxwrap.memory_planning.placement import Placement, Subproblem, in_sections
 from fxwrap.memory_planning.search import search
 from fxwrap.memory_planning.sweep import SweepOptions
 
@@ -163,6 +163,15 @@ def test_search_stops_at_its_step_limit() -> None:
 def test_search_stops_at_its_deadline_and_returns_the_greedy_plan() -> None:
     result = assign_offsets(read_problem("F"), algorithm="search", time_limit_s=0)
     assert result.algorithm in HEURISTICS
+
+
+def test_bounds_rise_to_the_next_end_at_once() -> None:
+    """Two small buffers, which can only lie on a large one, do not raise each other byte by byte."""
+    placement = Placement(Subproblem.of([(0, 1, 1), (0, 1, 1), (0, 1, 10**6)], 10**6 + 2))
+    assert placement.start()
+    assert placement.postpone(0)
+    assert placement.bound == [10**6, 10**6, 0]
+    assert len(placement.trail) < 20
 
 
 def test_auto_counts_steps_instead_of_seconds() -> None:

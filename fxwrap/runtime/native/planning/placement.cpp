@@ -216,17 +216,20 @@ bool Placement::propagate() {
 }
 
 // Updates a section. If a pending buffer cannot be the next one in a section, because the rest does not fit above it,
-// or if it waits, it is on top of another.
+// it is above one that can. If it waits, it is on top of another.
 bool Placement::update(Number section) {
     const Number count = member_count_[section];
     const Number* own = members(section);
     const Number latest = part.capacity - remaining_[section];
-    Number least = NO_END, end = NO_END, index_of_end = -1, other = NO_END, candidates = 0;
+    Number least = NO_END, end = NO_END, index_of_end = -1, other = NO_END, next_end = NO_END, candidates = 0;
     bool is_plain = true;
     for (Number position = 0; position < count; ++position) {
         const Number index = own[position], offset = bound[index], own_end = offset + part.size[index];
         least = std::min(least, offset);
-        candidates += offset <= latest;
+        if (offset <= latest) {
+            ++candidates;
+            next_end = std::min(next_end, own_end);
+        }
         is_plain &= offset == lowest[index];
         if (own_end < end) {
             other = end;
@@ -247,7 +250,7 @@ bool Placement::update(Number section) {
         const Number index = own[position], offset = bound[index];
         Number support;
         if (offset > latest) {
-            support = index == index_of_end ? other : end;
+            support = next_end;
         } else if (offset > lowest[index]) {
             if (end_of_others(support_section_[index], index) <= offset) continue;
             support = lowest_support(index);
