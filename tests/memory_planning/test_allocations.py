@@ -98,7 +98,7 @@ def _operator_allocations(model: str, kind: str) -> tuple[Counter[int], list[Any
 def test_allocations_and_peak_match_the_plan(emitter: str, model: str, kind: str) -> None:
     """Each line that allocates does so once, and else there is only scratch of operators, the same as without pools.
 
-    The peak is the program's, and at most the scratch more.
+    The peak is the program's, and at most the scratch more, and what lies between elements of inputs.
     """
     program = _programs(model, kind != "inference")[kind]
     planned = _planned(program)
@@ -107,6 +107,7 @@ def test_allocations_and_peak_match_the_plan(emitter: str, model: str, kind: str
     torch.testing.assert_close(results, wanted, rtol=0, atol=0, equal_nan=True)
     assert _allocated(record) == _allocation_counts(planned) + scratch
     bound = live_bytes(planned, include_constants=False).peak
-    assert bound <= max(accumulate(record)) <= bound + sum(scratch.elements())
+    gaps = sum([item.untyped_storage().nbytes() - item.nbytes for item in inputs])
+    assert bound <= max(accumulate(record)) <= bound + sum(scratch.elements()) + gaps
     if kind != "forward":  # nearly all of which is saved for the backward
         assert _allocation_counts(planned).total() < _allocation_counts(program).total()
