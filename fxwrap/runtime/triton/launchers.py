@@ -149,16 +149,9 @@ def add_variant(launcher: NativeLauncher, compiled: Any, constants: Collection[s
     variant = variant_of(compiled, constants)
     if variant is not None:
         launcher.add_variant(
-            *(
-                variant.name,
-                variant.threads,
-                variant.shared,
-                variant.scratch,
-                variant.classes,
-                variant.parameter_passing,
-            ),
-            *(device, compiled.function, compiled),
-        )
+            variant.name, variant.threads, variant.shared, variant.scratch, variant.classes, variant.parameter_passing,
+            device, compiled.function, compiled,
+        )  # fmt: skip
     return variant is not None
 
 
