@@ -14,7 +14,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxwrap.fx_passes.effects import fake_of
-from fxwrap.torch_compat import OpOverload, in_dispatched_fake_mode
+from fxwrap.fx_passes.graph_copy import fake_call
+from fxwrap.torch_compat import OpOverload
 from fxwrap.wrapper_ir import operator_schema
 
 _aten = torch.ops.aten
@@ -25,7 +26,7 @@ def with_aliases_of_inputs(graph_module: GraphModule, outputs: Collection[int]) 
 
     Args:
         graph_module: a graph that ends in the copies into its inputs. It stays as it is.
-        outputs: the positions of outputs that alias inputs in eager mode, and whose elements nobody reads.
+        outputs: the positions of outputs that alias inputs in eager mode, and of which only the layout is read.
 
     Returns the same object if nothing changes.
     """
@@ -41,7 +42,8 @@ def with_aliases_of_inputs(graph_module: GraphModule, outputs: Collection[int]) 
         for view in views:
             arguments = (result, *torch.fx.node.map_arg(view.args[1:], copies.__getitem__))
             result = graph.call_function(view.target, arguments, view.kwargs)  # type: ignore[arg-type]
-            result.meta |= {**view.meta, "val": _fake_view(result)}
+            fakes = torch.fx.node.map_arg(result.args, lambda item: item.meta["val"])
+            result.meta |= {**view.meta, "val": fake_call(result.target, fakes, result.kwargs)}
         results[position] = result
     graph.output(tuple(results)).meta |= graph_module.graph.output_node().meta
     graph.eliminate_dead_code()
@@ -77,9 +79,3 @@ def _chain(node: Node, writes: dict[Node, Node]) -> list[Node]:
             return []
         chain.insert(0, node.args[0])
     return chain
-
-
-def _fake_view(node: Node) -> torch.Tensor:
-    arguments = torch.fx.node.map_arg(node.args, lambda item: item.meta["val"])
-    with in_dispatched_fake_mode(fake_of(node.args[0]).fake_mode):  # type: ignore[arg-type]
-        return node.target(*arguments, **node.kwargs)  # type: ignore[operator, no-any-return]

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from fxwrap.loop_ir import (
+    Atom,
     Axis,
     DeviceAssert,
+    IndexLike,
     IndirectIndex,
     Kernel,
     Load,
@@ -208,6 +210,20 @@ class LoopPrinter(ABC):
         outer = pragma.replace(" simd", "") if "parallel" in pragma else ""
         with self.writer.nest([head], outer), self.writer.block(call, "});"):
             self.write_half_block(HalfBlockWriter(self.statements, blocks, lane, first, "lanes"), stores, known)
+
+    def write_tile_load(
+        self, position: int, starts: Mapping[Atom, IndexLike], shape: tuple[str, str], lengths: tuple[str, str]
+    ) -> str:
+        """Writes a tile, and its load from `starts` in lines along the vectorised axis; returns its name."""
+        load, tile = self.kernel.operations[position], f"{self.statements.name(position)}_tile"
+        stride = load.index.stride(self.vector_axis) if isinstance(load, Load) else None
+        assert isinstance(load, Load) and stride is not None, "lines of a strided load are transposed"
+        index = self.statements.index({})
+        self.writer.line(f"alignas(64) {CPP_TYPES[load.dtype]} {tile}[{shape[0]}][{shape[1]}];")
+        source = f"{load.buffer} + {index(load.index.substitute(starts))}, {index(stride)}"
+        target = f"{lengths[0]}, {lengths[1]}, &{tile}[0][0], {shape[1]}"
+        self.writer.line(f"transpose({source}, {target});{self.statements.comment(load)}")
+        return tile
 
     def write_half_block(self, halves: HalfBlockWriter, stores: Sequence[Store], known: EmittedValues) -> None:
         """Writes the loop over a block's elements between their conversions."""
@@ -442,16 +458,9 @@ class PointwisePrinter(LoopPrinter):
 
     def load_tile(self, position: int, axis: Axis, height: str, width: str) -> str:
         """Writes the load of a tile; returns the text of its element."""
-        load, lane = self.kernel.operations[position], self.vector_axis
-        assert isinstance(load, Load)
-        tile, index = f"{self.statements.name(position)}_tile", self.statements.index({})
-        corner = load.index.substitute({item: Axis(f"{item.name}_1", item.size) for item in (axis, lane)})
-        stride = load.index.stride(lane)
-        assert stride is not None
-        self.writer.line(f"alignas(64) {CPP_TYPES[load.dtype]} {tile}[tile][tile];")
-        source = f"{load.buffer} + {index(corner)}, {index(stride)}"
-        self.writer.line(f"transpose({source}, {height}, {width}, &{tile}[0][0], tile);{self.statements.comment(load)}")
-        return self.statements.element(f"{tile}[line][lane]", load.dtype)
+        starts: dict[Atom, IndexLike] = {item: Axis(f"{item.name}_1", item.size) for item in (axis, self.vector_axis)}
+        tile = self.write_tile_load(position, starts, ("tile", "tile"), (height, width))
+        return self.statements.element(f"{tile}[line][lane]", self.statements.dtype(position))
 
     def hoist(self, known: EmittedValues) -> None:
         """Writes the operands of the vectorised loop that do not depend on its axis."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxwrap.loop_ir import Axis, Load, Store, operation_dtype
+from fxwrap.loop_ir import Atom, Axis, IndexLike, Load, Store, operation_dtype
 from fxwrap.printers.cpp.loop_plan import STREAMED_BYTES, LoopPlan, is_transposed
 from fxwrap.printers.cpp.loops import loop_head
-from fxwrap.printers.cpp.operations import CPP_TYPES
 from fxwrap.printers.cpp.reductions import RowPrinter
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues
 
@@ -22,18 +21,25 @@ MAX_TILE_BYTES = 65536
 def find_transposed_axis(plan: LoopPlan) -> Axis | None:
     """Returns the parallel axis along which all stores of row elements are contiguous, if that of rows is strided."""
     kernel, lane = plan.kernel, plan.vector_axis
-    if lane is None or kernel.reduced != (lane,) or not isinstance(lane.size, int) or lane.size < TILE_ROWS:
-        return None
-    if plan.serial or plan.splits_reduction or kernel.scans:
+    length = _row_length(plan)
+    if lane is None or length is None:
         return None
     stores = _row_stores(plan)
     width = sum(operation_dtype(kernel.operations[store.value]).itemsize for store in stores)
     if not stores or any(store.mask is not None for store in stores):
         return None
-    if width * lane.size * TILE_ROWS > MAX_TILE_BYTES or len({store.buffer for store in stores}) < len(stores):
+    if width * length * TILE_ROWS > MAX_TILE_BYTES or len({store.buffer for store in stores}) < len(stores):
         return None
     long = [axis for axis in kernel.axes if isinstance(axis.size, int) and axis.size >= TILE_ROWS]
     return next((axis for axis in long if all(is_transposed(store.index, axis, lane) for store in stores)), None)
+
+
+def _row_length(plan: LoopPlan) -> int | None:
+    """Returns the number of elements of the rows that a kernel reduces, None if tiles of them are of no use."""
+    lane = plan.vector_axis
+    if lane is None or plan.kernel.reduced != (lane,) or plan.kernel.scans or plan.serial or plan.splits_reduction:
+        return None
+    return lane.size if isinstance(lane.size, int) and lane.size >= TILE_ROWS else None
 
 
 def _row_stores(plan: LoopPlan) -> list[Store]:
@@ -106,9 +112,8 @@ class RowLoads:
 def find_transposed_loads(plan: LoopPlan) -> RowLoads | None:
     """Returns the loads of a kernel of rows that tiles of several rows make contiguous; None if there are none."""
     kernel, lane = plan.kernel, plan.vector_axis
-    if lane is None or kernel.reduced != (lane,) or not isinstance(lane.size, int) or lane.size < TILE_ROWS:
-        return None
-    if plan.serial or plan.splits_reduction or kernel.scans:
+    length = _row_length(plan)
+    if lane is None or length is None:
         return None
     items = [(at, item) for at, item in enumerate(kernel.operations) if isinstance(item, Load) and item.mask is None]
     for across in kernel.axes:
@@ -117,9 +122,9 @@ def find_transposed_loads(plan: LoopPlan) -> RowLoads | None:
             continue
         width = sum(item.dtype.itemsize for _, item in loads)
         rows = STREAMED_BYTES // min(item.dtype.itemsize for _, item in loads)
-        while rows > TILE_ROWS and (rows > across.size or rows * lane.size * width > MAX_TILE_BYTES):
+        while rows > TILE_ROWS and (rows > across.size or rows * length * width > MAX_TILE_BYTES):
             rows //= 2
-        if TILE_ROWS <= rows <= across.size and rows * lane.size * width <= MAX_TILE_BYTES:
+        if TILE_ROWS <= rows <= across.size and rows * length * width <= MAX_TILE_BYTES:
             return RowLoads(across, tuple([at for at, _ in loads]), rows)
     return None
 
@@ -141,20 +146,9 @@ class TransposedLoadPrinter(RowPrinter):
         with self.writer.nest(heads, self.parallel()):
             self.writer.line(f"const int64_t end = fxwrap::min<int64_t>({first} + {rows}, {across.size});")
             self.writer.line(f"const int64_t {across.name}_1 = fxwrap::min<int64_t>({first}, {across.size} - {rows});")
+            starts: dict[Atom, IndexLike] = {across: Axis(f"{across.name}_1", across.size), self.vector_axis: 0}
+            shape = str(rows), str(self.vector_axis.size)
             for position in self.tiles.loads:
-                self.load_tile(position)
+                self.write_tile_load(position, starts, shape, shape)
             with self.writer.nest([loop_head(across, first, "end")]):
                 self.print_row()
-
-    def load_tile(self, position: int) -> None:
-        """Writes the load of a tile."""
-        load, lane, index = self.kernel.operations[position], self.vector_axis, self.statements.index({})
-        assert isinstance(load, Load)
-        corner = load.index.substitute({self.across: Axis(f"{self.across.name}_1", self.across.size), lane: 0})
-        stride, name = load.index.stride(lane), f"{self.statements.name(position)}_tile"
-        assert stride is not None
-        self.writer.line(f"alignas(64) {CPP_TYPES[load.dtype]} {name}[{self.tiles.rows}][{lane.size}];")
-        source = f"{load.buffer} + {index(corner)}, {index(stride)}"
-        target = f"&{name}[0][0], {lane.size}"
-        comment = self.statements.comment(load)
-        self.writer.line(f"transpose({source}, {self.tiles.rows}, {lane.size}, {target});{comment}")

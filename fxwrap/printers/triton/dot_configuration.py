@@ -230,9 +230,9 @@ def _group_block_configurations(
     described = [_described(item) for item in fit]
     count = hint(contraction.row_count) * hint(product([axis.size for axis in contraction.columns]))
     waves = count / (described[0].x_block * described[0].y_block * spec.multiprocessors)
-    if waves < _MIN_WIDE_WAVES and described[1].y_block < described[0].y_block:
-        described[:2] = described[1::-1]
-    return [*described, fit[0]]
+    is_short = waves < _MIN_WIDE_WAVES
+    narrower = [item for item in described[1:2] if is_short and item.y_block < described[0].y_block]
+    return [*narrower, *[item for item in described if item not in narrower], fit[0]]
 
 
 def _described(item: GroupBlockConfiguration) -> GroupBlockConfiguration:
