@@ -8,11 +8,11 @@ struct SixteenHalves {
   typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
   typedef float Wide __attribute__((vector_size(64)));
   typedef int16_t Narrow __attribute__((vector_size(32)));
-  static INLINE void widen(const void* from, void* to) {
-    *static_cast<Floats*>(to) = __builtin_ia32_vcvtph2ps512_mask(*static_cast<const Halves*>(from), Wide{}, -1, 4);
+  static INLINE void convert(const float16* from, float* to) {
+    *reinterpret_cast<Floats*>(to) = __builtin_ia32_vcvtph2ps512_mask(*reinterpret_cast<const Halves*>(from), Wide{}, -1, 4);
   }
-  static INLINE void narrow(const void* from, void* to) {
-    *static_cast<Halves*>(to) = __builtin_ia32_vcvtps2ph512_mask(*static_cast<const Floats*>(from), 0, Narrow{}, -1);
+  static INLINE void convert(const float* from, float16* to) {
+    *reinterpret_cast<Halves*>(to) = __builtin_ia32_vcvtps2ph512_mask(*reinterpret_cast<const Floats*>(from), 0, Narrow{}, -1);
   }
 };
 #define HAS_SIXTEEN_HALVES
@@ -31,11 +31,11 @@ INLINE void widen_first(const float16* from, int count, float* to) {
 struct EightHalves {
   typedef int16_t Halves __attribute__((vector_size(16), aligned(2), may_alias));
   typedef float Floats __attribute__((vector_size(32), aligned(4), may_alias));
-  static INLINE void widen(const void* from, void* to) {
-    *static_cast<Floats*>(to) = __builtin_ia32_vcvtph2ps256(*static_cast<const Halves*>(from));
+  static INLINE void convert(const float16* from, float* to) {
+    *reinterpret_cast<Floats*>(to) = __builtin_ia32_vcvtph2ps256(*reinterpret_cast<const Halves*>(from));
   }
-  static INLINE void narrow(const void* from, void* to) {
-    *static_cast<Halves*>(to) = __builtin_ia32_vcvtps2ph256(*static_cast<const Floats*>(from), 0);
+  static INLINE void convert(const float* from, float16* to) {
+    *reinterpret_cast<Halves*>(to) = __builtin_ia32_vcvtps2ph256(*reinterpret_cast<const Floats*>(from), 0);
   }
 };
 struct FourHalves {
@@ -43,45 +43,31 @@ struct FourHalves {
   typedef float Floats __attribute__((vector_size(16), aligned(4), may_alias));
   typedef int64_t Words __attribute__((vector_size(16)));
   typedef int16_t Eight __attribute__((vector_size(16)));  // of which the first four are converted
-  static INLINE void widen(const void* from, void* to) {
-    *static_cast<Floats*>(to) = __builtin_ia32_vcvtph2ps(reinterpret_cast<Eight>(Words{*static_cast<const Halves*>(from), 0}));
+  static INLINE void convert(const float16* from, float* to) {
+    *reinterpret_cast<Floats*>(to) = __builtin_ia32_vcvtph2ps(reinterpret_cast<Eight>(Words{*reinterpret_cast<const Halves*>(from), 0}));
   }
-  static INLINE void narrow(const void* from, void* to) {
-    const Eight eight = __builtin_ia32_vcvtps2ph(*static_cast<const Floats*>(from), 0);
-    *static_cast<Halves*>(to) = reinterpret_cast<Words>(eight)[0];
+  static INLINE void convert(const float* from, float16* to) {
+    const Eight eight = __builtin_ia32_vcvtps2ph(*reinterpret_cast<const Floats*>(from), 0);
+    *reinterpret_cast<Halves*>(to) = reinterpret_cast<Words>(eight)[0];
   }
 };
 #define HAS_FOUR_HALVES
 #endif
 
-// Converts 16, 8, 4 elements, or one.
-template <int lanes> INLINE void widen(const float16* from, float* to) {
+// Converts 16, 8, 4 elements, or one, of float16 to float32 or back.
+template <int lanes, class From, class To> INLINE void convert_lanes(const From* from, To* to) {
 #ifdef HAS_SIXTEEN_HALVES
-  if constexpr (lanes == 16) return SixteenHalves::widen(from, to);
+  if constexpr (lanes == 16) return SixteenHalves::convert(from, to);
 #endif
 #ifdef HAS_FOUR_HALVES
-  if constexpr (lanes == 4) return FourHalves::widen(from, to);
+  if constexpr (lanes == 4) return FourHalves::convert(from, to);
   if constexpr (lanes >= 8) {
-    for (int i = 0; i < lanes; i += 8) EightHalves::widen(from + i, to + i);
+    for (int i = 0; i < lanes; i += 8) EightHalves::convert(from + i, to + i);
     return;
   }
 #endif
 #pragma omp simd
-  for (int i = 0; i < lanes; ++i) to[i] = Cast<float, float16>::of(from[i]);
-}
-template <int lanes> INLINE void narrow(const float* from, float16* to) {
-#ifdef HAS_SIXTEEN_HALVES
-  if constexpr (lanes == 16) return SixteenHalves::narrow(from, to);
-#endif
-#ifdef HAS_FOUR_HALVES
-  if constexpr (lanes == 4) return FourHalves::narrow(from, to);
-  if constexpr (lanes >= 8) {
-    for (int i = 0; i < lanes; i += 8) EightHalves::narrow(from + i, to + i);
-    return;
-  }
-#endif
-#pragma omp simd
-  for (int i = 0; i < lanes; ++i) to[i] = Cast<float16, float>::of(from[i]);
+  for (int i = 0; i < lanes; ++i) to[i] = Cast<To, From>::of(from[i]);
 }
 
 // Runs body(start, Constant<16>) for whole vectors of `count` elements, then for shorter ones of the others. These do not
@@ -105,25 +91,25 @@ template <int size> INLINE void widen(const float16* from, int count, float (&to
   static_assert(size % 16 == 0);
   if (count == size) {
 #pragma GCC unroll 8
-    for (int i = 0; i < size; i += 16) widen<16>(from + i, to + i);
+    for (int i = 0; i < size; i += 16) convert_lanes<16>(from + i, to + i);
     return;
   }
 #ifdef HAS_FIRST_HALVES
   int i = 0;
-  for (; i + 16 <= count; i += 16) widen<16>(from + i, to + i);
+  for (; i + 16 <= count; i += 16) convert_lanes<16>(from + i, to + i);
   if (i < count) widen_first(from + i, count - i, to + i);
 #else
-  for_half_vectors(count, [&](int i, auto lanes) { widen<lanes>(from + i, to + i); });
+  for_half_vectors(count, [&](int i, auto lanes) { convert_lanes<lanes>(from + i, to + i); });
 #endif
 }
 template <int size> INLINE void narrow(const float (&from)[size], int count, float16* to) {
   static_assert(size % 16 == 0);
   if (count == size) {
 #pragma GCC unroll 8
-    for (int i = 0; i < size; i += 16) narrow<16>(from + i, to + i);
+    for (int i = 0; i < size; i += 16) convert_lanes<16>(from + i, to + i);
     return;
   }
-  for_half_vectors(count, [&](int i, auto lanes) { narrow<lanes>(from + i, to + i); });
+  for_half_vectors(count, [&](int i, auto lanes) { convert_lanes<lanes>(from + i, to + i); });
 }
 
 // The loops `for_lanes` over blocks: runs body(start, lanes), where `lanes` is a constant for whole blocks.
