@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import sympy
 
-from fxwrap.symbolic import Size
+from fxwrap.symbolic import Size, product
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,11 @@ class Axis:
 
     def __str__(self) -> str:
         return self.name
+
+
+def count_points(axes: Iterable[Axis]) -> Size:
+    """Returns the number of points that axes span."""
+    return product(axis.size for axis in axes)
 
 
 @dataclass(frozen=True, slots=True)

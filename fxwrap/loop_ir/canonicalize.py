@@ -12,7 +12,7 @@ from dataclasses import replace
 import sympy
 
 from fxwrap.caching import bounded_cache
-from fxwrap.loop_ir.atoms import Axis, IndirectIndex, SizeAtom
+from fxwrap.loop_ir.atoms import Axis, IndirectIndex, SizeAtom, count_points
 from fxwrap.loop_ir.body_operations import Load, Operation, Reduce, Store, SymbolicScalar, indices, map_operation
 from fxwrap.loop_ir.index import Atom, FloorDivide, Index, IndexLike, Modulo, as_index
 from fxwrap.loop_ir.kernel import Kernel
@@ -124,7 +124,7 @@ def reorder_axes(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
     moved = kernel.accesses
     weights: dict[Index, int] = {}
     for access in moved:
-        weight = product(axis.size for axis in access.index.axes())
+        weight = count_points(access.index.axes())
         bias = 2 if isinstance(access, Store) else 1
         weights[access.index] = weights.get(access.index, 0) + hint(weight) * bias
     ranked = sorted(weights, key=lambda index: -weights[index])

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fxwrap.loop_ir.atoms import Axis
+from fxwrap.loop_ir.atoms import Axis, count_points
 from fxwrap.loop_ir.body_operations import DeviceAssert, Store
 from fxwrap.loop_ir.contraction import find_contraction
 from fxwrap.loop_ir.index import Atom, IndexLike, as_index
 from fxwrap.loop_ir.kernel import Kernel
 from fxwrap.loop_ir.offsets import delinearize_index
 from fxwrap.loop_ir.split import ReductionSplitter, SplitKernel, SplitPlan
-from fxwrap.symbolic import Size, ceiling_divide, product
+from fxwrap.symbolic import Size, ceiling_divide
 
 MAX_COLUMN_BLOCK = 256
 """The largest number of columns that one program reduces: those of a tile of products."""
@@ -44,7 +44,7 @@ def parallel_column_block(kernel: Kernel, hint: Callable[[Size], int], multiproc
     form, block = find_contraction(kernel), COLUMN_BLOCK
     if form is None or hint(form.row_count) > _FEW_ROWS:
         return block
-    count = hint(form.reduced_column_count) * hint(product([axis.size for axis in form.batch]))
+    count = hint(form.reduced_column_count) * hint(count_points(form.batch))
     programs = 1 << (_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors).bit_length() - 1
     while block > _MIN_COLUMN_BLOCK and count < block * programs:
         block //= 2

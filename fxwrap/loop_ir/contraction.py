@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fxwrap.loop_ir.atoms import Axis, IndirectIndex
+from fxwrap.loop_ir.atoms import Axis, IndirectIndex, count_points
 from fxwrap.loop_ir.body_operations import (
     Compute,
     Constant,
@@ -66,12 +66,12 @@ class ContractionForm:
     @property
     def summed_count(self) -> Size:
         """The number of products of a sum."""
-        return product(axis.size for axis in self.summed)
+        return count_points(self.summed)
 
     @property
     def reduced_column_count(self) -> Size:
         """The number of columns that row reductions reduce; 1 without any."""
-        return product(axis.size for axis in self.reduced_columns)
+        return count_points(self.reduced_columns)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,7 +82,7 @@ class ContractionForm:
     @property
     def row_count(self) -> Size:
         """The number of rows of one element of the batch."""
-        return product(axis.size for axis in self.rows)
+        return count_points(self.rows)
 
     def prologue(self, position: int) -> list[int]:
         """Returns the operations that compute an operand, in order."""

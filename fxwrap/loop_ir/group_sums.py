@@ -13,7 +13,7 @@ from itertools import product as cartesian
 
 import torch
 
-from fxwrap.loop_ir.atoms import Axis, IndirectIndex
+from fxwrap.loop_ir.atoms import Axis, IndirectIndex, count_points
 from fxwrap.loop_ir.body_operations import (
     Compute,
     DeviceAssert,
@@ -33,7 +33,7 @@ from fxwrap.loop_ir.index import Atom, Index, IndexLike, as_index
 from fxwrap.loop_ir.kernel import Kernel
 from fxwrap.loop_ir.operations import FLOAT8, HALF_PRECISION, OPERATIONS
 from fxwrap.loop_ir.ranges import value_range
-from fxwrap.symbolic import Number, product
+from fxwrap.symbolic import Number
 
 NUMBER_BIAS: Mapping[torch.dtype, int] = {torch.bfloat16: 128, torch.float16: 1024}
 """By half-precision dtype, a power of two whose mantissa bits count: its bits plus n are those of its sum with n."""
@@ -196,7 +196,7 @@ def _plan(contraction: ContractionForm, item: ProductSum) -> _Plan | None:
     inner, unrolled = own - groups, summed - own
     if not inner or not groups or not all(axes <= own for axes in loaded):
         return None
-    packed = product(axis.size for axis in unrolled)
+    packed = count_points(unrolled)
     if any(not isinstance(axis.size, int) for axis in summed) or not isinstance(packed, int) or packed > _MAX_UNROLLED:
         return None
     number, steps = _affine(kernel, item.column_operand, frozenset(inner | unrolled))

@@ -10,7 +10,7 @@ import sympy
 import torch
 
 from fxwrap.errors import FxwrapError
-from fxwrap.loop_ir.atoms import Axis, SizeAtom
+from fxwrap.loop_ir.atoms import Axis, SizeAtom, count_points
 from fxwrap.loop_ir.body_operations import (
     DeviceAssert,
     Load,
@@ -25,7 +25,7 @@ from fxwrap.loop_ir.body_operations import (
     print_operation,
 )
 from fxwrap.loop_ir.index import Index, as_index
-from fxwrap.symbolic import Size, print_expr, product
+from fxwrap.symbolic import Size, print_expr
 from fxwrap.torch_compat import DTYPE_NAMES
 
 
@@ -213,12 +213,12 @@ class Kernel:
     @property
     def count(self) -> Size:
         """The number of elements of the parallel axes."""
-        return product(axis.size for axis in self.axes)
+        return count_points(self.axes)
 
     @property
     def reduced_count(self) -> Size:
         """The number of elements of the reduced axes."""
-        return product(axis.size for axis in self.reduced)
+        return count_points(self.reduced)
 
     def __str__(self) -> str:
         return print_kernel(self)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
-from fxwrap.loop_ir.atoms import Axis
+from fxwrap.loop_ir.atoms import Axis, count_points
 from fxwrap.loop_ir.body_operations import Load, Reduce, Store, operands
 from fxwrap.loop_ir.index import ONE, Atom, IndexLike, as_index
 from fxwrap.loop_ir.kernel import Kernel
 from fxwrap.loop_ir.offsets import delinearize_index
 from fxwrap.loop_ir.operations import REDUCTIONS
 from fxwrap.loop_ir.split import ReductionSplitter, SplitKernel, SplitPlan, split_reductions
-from fxwrap.symbolic import Size, ceiling_divide, product
+from fxwrap.symbolic import Size, ceiling_divide
 
 _MOST_PROGRAMS = 4
 """The most programs that run beside each other on a multiprocessor: each has sums of columns in registers."""
@@ -113,8 +113,8 @@ def split_rows(kernel: Kernel, hint: Callable[[Size], int], multiprocessors: int
     form = find_rows_and_columns(kernel)
     if form is None:
         return None
-    count = product([axis.size for axis in form.rows])
-    columns = max(hint(product([axis.size for axis in form.columns])), 1)
+    count = count_points(form.rows)
+    columns = max(hint(count_points(form.columns)), 1)
     programs = multiprocessors * min(max(_PROGRAM_COLUMNS // (2 * columns), 1), _MOST_PROGRAMS)
     wanted = -(-hint(count) // programs)
     least = _MIN_PART_ROWS

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import sympy
 import torch
 
-from fxwrap.loop_ir.atoms import Axis, IndirectIndex
+from fxwrap.loop_ir.atoms import Axis, IndirectIndex, count_points
 from fxwrap.loop_ir.body_operations import (
     Constant,
     DeviceAssert,
@@ -116,7 +116,7 @@ def _plan_split(kernel: Kernel, hint: Callable[[Size], int], multiprocessors: in
     count, size = hint(kernel.count), hint(kernel.reduced_count)
     saturating = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
     across = bool(columns) or has_contiguous_columns(kernel, hint)
-    width = hint(product(axis.size for axis in columns))
+    width = hint(count_points(columns))
     busy = max(-(-count * width // _COLUMNS_PER_PROGRAM) if across else count, 1)
     least = _MIN_TILED_PART if columns else _MIN_OUTER_PART if across else _MIN_INNER_PART
     wanted = min(-(-saturating // busy), size // width // least)
@@ -129,7 +129,7 @@ def _plan_split(kernel: Kernel, hint: Callable[[Size], int], multiprocessors: in
     if busy * (4 if kernel.is_multi_pass else 2) > saturating or wanted < 2:
         return None  # elements that depend on results would be loaded again from memory, not from the cache
     split = tuple([axis for axis in kernel.reduced if axis not in columns])
-    whole, wave = product(axis.size for axis in split), None if across else max(saturating // busy, 1)
+    whole, wave = count_points(split), None if across else max(saturating // busy, 1)
     reach = 2 if kinds <= _KINDS_WITH_IDENTITY else 8  # others have equal parts or none
     for number in range(1, len(split) + 1):  # parts of whole rows need no divisions along these
         first, others = split[:number], split[number:]
@@ -139,7 +139,7 @@ def _plan_split(kernel: Kernel, hint: Callable[[Size], int], multiprocessors: in
             part, rest = Axis("part", parts), Axis("inner", ceiling_divide(product(sizes), parts))
             rows = delinearize_index(as_index(part) * rest.size + rest, sizes)
             reduced = (rest, *others)
-            size = product(axis.size for axis in reduced)
+            size = count_points(reduced)
             return SplitPlan(
                 kernel.reduced, part, reduced, dict(zip(first, rows, strict=True)), size, None, columns=columns
             )
@@ -320,7 +320,7 @@ class ReductionSplitter:
     def _bounds_mask(self, body: _PartCopier) -> int | None:
         if self.plan.inside is None:
             return None
-        whole = product(axis.size for axis in self.plan.split if axis not in self.plan.columns)
+        whole = count_points(axis for axis in self.plan.split if axis not in self.plan.columns)
         position = body.add(IndexValue(self.plan.inside))
         limit = (
             Constant(whole, torch.int64)
@@ -352,7 +352,7 @@ class ReductionSplitter:
         if operation.kind in ORDERED_REDUCTIONS:
             start = body.add(IndexValue(as_index(self.plan.part) * self.plan.size))
             results[1] = body.compute("add", results[1], start, dtype=torch.int64)
-        extent = product([*[axis.size for axis in self.plan.parts], self.count])
+        extent = product([count_points(self.plan.parts), self.count])
         self.partials[position] = [
             self._temporary(operation_dtype(body.operations[item]), extent, "partial") for item in results
         ]

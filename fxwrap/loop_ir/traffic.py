@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
 
-from fxwrap.loop_ir.atoms import Axis
+from fxwrap.loop_ir.atoms import Axis, count_points
 from fxwrap.loop_ir.body_operations import Load, Store
 from fxwrap.loop_ir.canonicalize import replace_indices, stride_magnitude
 from fxwrap.loop_ir.index import ONE, Atom, FloorDivide, Index, IndexLike, Modulo, as_index
 from fxwrap.loop_ir.interleaved import InterleavedAccess, interleaved_accesses
 from fxwrap.loop_ir.kernel import Kernel
-from fxwrap.symbolic import Size, product
+from fxwrap.symbolic import Size
 
 TRANSFER_BYTES = 32
 """The smallest piece of memory that is transferred: a sector of a GPU's cache, half a cache line of a CPU."""
@@ -39,7 +39,7 @@ def accessed_bytes(kernel: Kernel, hint: _Hint) -> int:
     for operation, axes in zip(kernel.operations, kernel.address_axes, strict=True):
         if isinstance(operation, Load | Store):
             key = (operation.buffer, isinstance(operation, Store))
-            counts[key] = counts.get(key, 0) + hint(product([axis.size for axis in axes]))
+            counts[key] = counts.get(key, 0) + hint(count_points(axes))
     buffers = [*kernel.inputs, *kernel.outputs]
     return sum([
         min(hint(item.extent), counts.get((item.name, stores), 0)) * item.dtype.itemsize
@@ -86,7 +86,7 @@ def transferred_bytes(kernel: Kernel, position: int, hint: _Hint, interleaved: i
     assert isinstance(access, Load | Store), "other operations access no memory"
     itemsize = _itemsize(kernel, position)
     axes = kernel.address_axes[position]
-    count = hint(product([axis.size for axis in axes]))
+    count = hint(count_points(axes))
     run, step = _contiguous_run(access.index, sorted(axes, key=lambda axis: axis.name), hint, interleaved)
     transferred = min(max(run * itemsize, TRANSFER_BYTES), step * itemsize)
     return count * transferred // run

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from fxwrap.loop_ir.atoms import count_points
 from fxwrap.loop_ir.body_operations import Reduce
 from fxwrap.loop_ir.builder import OperationCopier, replace_operations
 from fxwrap.loop_ir.kernel import Kernel
-from fxwrap.symbolic import product
 
 _UNCHANGED = frozenset({"max", "min", "any", "all"})
 """The kinds of reductions of equal values that return such a value."""
@@ -19,7 +19,7 @@ def fold_uniform_reductions(kernel: Kernel) -> Kernel:
     folded, others = set[int](), set[int]()
     for position, item in enumerate(kernel.operations):
         if isinstance(item, Reduce):
-            count = product([axis.size for axis in kernel.reduced_by(item)])
+            count = count_points(kernel.reduced_by(item))
             is_uniform = kernel.value_axes[item.operands[0]].isdisjoint(kernel.reduced_by(item))
             is_folded = is_uniform and isinstance(count, int) and count > 0 and item.operand_precision is None
             is_known = item.kind in _UNCHANGED or (item.kind == "sum" and item.dtype.is_floating_point)
@@ -36,7 +36,7 @@ def _fold(body: OperationCopier, position: int) -> int:
     value = body.new[reduction.operands[0]]
     if reduction.kind != "sum":
         return value
-    count = product([axis.size for axis in body.kernel.reduced_by(reduction)])
+    count = count_points(body.kernel.reduced_by(reduction))
     return body.compute("mul", value, body.size(count, reduction.dtype), dtype=reduction.dtype)
 
 

@@ -18,7 +18,7 @@ from itertools import islice
 from torch.fx import Node
 
 from fxwrap.devices import DeviceSpec, language_traits
-from fxwrap.loop_ir import Atom, Axis, Index, IndexLike, IndirectIndex, as_index
+from fxwrap.loop_ir import Atom, Axis, Index, IndexLike, IndirectIndex, as_index, count_points
 from fxwrap.lowering.fusion.definition_plans import DefinitionPlan, MaterialisationPlan
 from fxwrap.lowering.fusion.definitions import (
     Definition,
@@ -35,7 +35,6 @@ from fxwrap.lowering.fusion.iteration_mappings import (
     KernelPlan,
     Member,
     axes_of,
-    count_points,
     empty_plan,
     iteration_mappings,
     rebase,

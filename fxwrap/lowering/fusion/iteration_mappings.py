@@ -15,13 +15,14 @@ from fxwrap.loop_ir import (
     IndexLike,
     Modulo,
     as_index,
+    count_points,
     delinearize_index,
     linearize_index,
 )
 from fxwrap.lowering.fusion.definition_plans import DefinitionPlan
 from fxwrap.lowering.fusion.definitions import Definition, Reduced, Scanned, Scattered
 from fxwrap.lowering.fusion.tracing import IndexTuple, Trace, element_indices
-from fxwrap.symbolic import Size, product
+from fxwrap.symbolic import product
 
 
 @dataclass(eq=False)
@@ -469,8 +470,3 @@ def _covers_split(components: Mapping[Index, Index | None]) -> bool:
             return False
         low = components[low]
     return low is None
-
-
-def count_points(axes: Iterable[Axis]) -> Size:
-    """Returns the number of points that axes span."""
-    return product(axis.size for axis in axes)

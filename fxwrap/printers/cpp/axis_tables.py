@@ -6,7 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
-from fxwrap.loop_ir import OPERATIONS, Axis, Compute, Constant, IndexValue, Load, SymbolicScalar, operands, value_range
+from fxwrap.loop_ir import (
+    OPERATIONS,
+    Axis,
+    Compute,
+    Constant,
+    IndexValue,
+    Load,
+    SymbolicScalar,
+    count_points,
+    operands,
+    value_range,
+)
 from fxwrap.printers.cpp.loop_plan import LoopPlan
 from fxwrap.symbolic import product
 
@@ -48,7 +59,7 @@ def choose_tables(plan: LoopPlan) -> list[AxisTable]:
     for position in sorted(costs, key=lambda item: -costs[item]):
         axes, dtype = _loop_order(plan, position), _table_dtype(plan, position)
         is_row = len(axes) == 1
-        size = product([axis.size for axis in axes])
+        size = count_points(axes)
         if not isinstance(size, int) or not _is_worthwhile(plan, axes, size, costs[position]):
             continue
         if size * dtype.itemsize <= available[is_row]:

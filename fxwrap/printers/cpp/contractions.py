@@ -25,6 +25,7 @@ from fxwrap.loop_ir import (
     Reduce,
     Store,
     as_index,
+    count_points,
     find_contraction,
     linearize_index,
 )
@@ -80,7 +81,7 @@ def plan_contraction(kernel: Kernel) -> ContractionPlan | None:
     operands = [item.column_operand for item in contraction.sums]
     summed = contraction.summed
     vectors = [axis for axis in summed if all(_is_contiguous(contraction, operand, axis) for operand in operands)]
-    panel = product([contraction.row_count, *[axis.size for axis in (*summed, *contraction.batch)]])
+    panel = product([contraction.row_count, count_points([*summed, *contraction.batch])])
     if not vectors or (isinstance(panel, int) and panel > MAX_PANEL_ELEMENTS) or not _has_row_loops(contraction):
         return None
     rows = sorted(contraction.rows, key=lambda axis: axis.size if isinstance(axis.size, int) else math.inf)
@@ -105,7 +106,7 @@ def is_small_row_product(kernel: Kernel) -> bool:
     form = find_contraction(kernel)
     if form is None or form.rows or form.row_reductions:
         return False
-    elements = product([*[axis.size for axis in form.columns], kernel.reduced_count])
+    elements = product([count_points(form.columns), kernel.reduced_count])
     if not isinstance(elements, int) or not 0 < elements <= MAX_COLUMN_LOOP_ELEMENTS:
         return False
     operands = [item.column_operand for item in form.sums]
@@ -363,7 +364,7 @@ class ContractionPrinter(LoopPrinter):
         self.writer.line(f"PartialResults<{kind}> {name}({print_size(product(sizes))});")
         index = linearize_index(space, sizes)
         heads = [loop_head(axis) for axis in space[:-1]]
-        count = product([axis.size for axis in space])
+        count = count_points(space)
         parallel = heads and (not isinstance(count, int) or count >= MIN_PARALLEL_WORK)
         pragma = "#pragma omp parallel for COLLAPSE schedule(static)" if parallel else ""
         with self.writer.nest(heads, pragma), self.writer.nest([loop_head(space[-1])], "#pragma omp simd"):

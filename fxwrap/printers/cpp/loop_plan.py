@@ -25,6 +25,7 @@ from fxwrap.loop_ir import (
     Reduce,
     ReductionResult,
     Store,
+    count_points,
     eliminate_dead_operations,
     interleaved_accesses,
     operands,
@@ -392,7 +393,7 @@ class _ReductionDecomposer(OperationCopier):
         The rounding error of the mean is the mean of the differences from it. Without it, rows of equal elements would
         have differences from their mean, which a division by a small standard deviation amplifies.
         """
-        divisor = self.size(product([axis.size for axis in axes or self.kernel.reduced]), dtype)
+        divisor = self.size(count_points(axes or self.kernel.reduced), dtype)
         total = self.reduce("sum", value, dtype, axes)
         mean = self.compute("div", total, divisor, dtype=dtype)
         difference = self.compute("sub", value, mean, dtype=dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
 import torch
@@ -21,11 +21,12 @@ from fxwrap.loop_ir import (
     Store,
     as_index,
     contiguity_scores,
+    count_points,
     indices,
     interleaved_accesses,
     without_rotations,
 )
-from fxwrap.symbolic import Size, product
+from fxwrap.symbolic import Size
 
 Hint: TypeAlias = Callable[[Size], int]
 """Returns a typical value of a size."""
@@ -196,15 +197,10 @@ def contiguous_axes(kernel: Kernel, hint: Hint, reduced: bool = True) -> tuple[A
 
     def is_wide(axis: Axis) -> bool:
         run = contiguous_run(kernel, axis, [inner]) if reduced and not kernel.combines_values else (axis,)
-        return hint(size_of(run)) >= MIN_TILE_SIDE or (not reduced and _continues(kernel, axis, inner))
+        return hint(count_points(run)) >= MIN_TILE_SIDE or (not reduced and _continues(kernel, axis, inner))
 
     wide = [axis for axis in kernel.axes if axis != inner and has_many(axis) and is_wide(axis)]
     return inner, max(wide, key=lambda axis: scores[axis], default=None)
-
-
-def size_of(axes: Iterable[Axis]) -> Size:
-    """Returns the number of points on axes."""
-    return product([axis.size for axis in axes])
 
 
 def contiguous_run(kernel: Kernel, inner: Axis, others: Collection[Axis]) -> tuple[Axis, ...]:
@@ -214,7 +210,7 @@ def contiguous_run(kernel: Kernel, inner: Axis, others: Collection[Axis]) -> tup
     """
     indices, run = [item.index for item in kernel.accesses if item.index.stride(inner) == ONE], [inner]
     while True:
-        size = as_index(size_of(run))
+        size = as_index(count_points(run))
         following = [
             axis for axis in kernel.axes
             if axis not in others and axis not in run and any(axis in index.axes() for index in indices)

@@ -8,9 +8,8 @@ from typing import TypeVar
 import torch
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.loop_ir import MAX_COLUMN_BLOCK, Compute, ContractionForm, GroupedSums, Load, has_groups
+from fxwrap.loop_ir import MAX_COLUMN_BLOCK, Compute, ContractionForm, GroupedSums, Load, count_points, has_groups
 from fxwrap.printers.triton.accesses import Hint
-from fxwrap.symbolic import product
 
 MIN_DOT_BLOCK = 16
 """The smallest size of a block that Triton's dot multiplies."""
@@ -44,7 +43,7 @@ def can_use_dot(contraction: ContractionForm) -> bool:
 
 def is_wide(contraction: ContractionForm, hint: Hint) -> bool:
     """Whether columns are so many that programs with a block of many of them occupy a large GPU."""
-    return hint(product([axis.size for axis in (*contraction.batch, *contraction.columns)])) >= _WIDE_COLUMNS
+    return hint(count_points((*contraction.batch, *contraction.columns))) >= _WIDE_COLUMNS
 
 
 def column_loads(contraction: ContractionForm) -> list[Load]:

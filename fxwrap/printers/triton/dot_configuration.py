@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.loop_ir import FLOAT8, ContractionForm, Kernel, Load, has_ascending_groups
+from fxwrap.loop_ir import FLOAT8, ContractionForm, Kernel, Load, count_points, has_ascending_groups
 from fxwrap.printers.triton.accesses import Hint, full_tile_loads
 from fxwrap.printers.triton.column_configuration import is_outer_reduction
 from fxwrap.printers.triton.contraction_queries import (
@@ -31,7 +31,6 @@ from fxwrap.printers.triton.tiling import (
     TileConfiguration,
     next_power_of_2,
 )
-from fxwrap.symbolic import product
 
 C = TypeVar("C", bound=DotConfiguration)
 
@@ -194,7 +193,7 @@ def grouped_dot_configurations(contraction: ContractionForm, hint: Hint, spec: D
         return [*_group_block_configurations(contraction, in_group, hint, spec), *dots[:1]]
     if in_group > _MAX_SUMMED_ROWS or is_outer_reduction(kernel, hint):
         return dots
-    blocks = hint(product([axis.size for axis in columns])) // _GROUPED_TILES[0][0]
+    blocks = hint(count_points(columns)) // _GROUPED_TILES[0][0]
     tiles = -(-hint(contraction.row_count) // MIN_DOT_BLOCK) * blocks * len(contraction.sums)
     y_block, r_block, warps = _GROUPED_ROW_BLOCK
     single_row = TileConfiguration(
@@ -210,7 +209,7 @@ def _group_block_configurations(
     """Returns configurations with blocks of one group each: those of about the rows of a group."""
     assert contraction.group is not None
     rows = next(block for least, block in _GROUP_BLOCK_ROWS if in_group >= least)
-    sizes = contraction.summed_count, product([axis.size for axis in contraction.columns])
+    sizes = contraction.summed_count, count_points(contraction.columns)
     longest, widest = [max(next_power_of_2(hint(size)), MIN_DOT_BLOCK) for size in sizes]
     blocks = [
         GroupBlockConfiguration(
@@ -228,7 +227,7 @@ def _group_block_configurations(
     if in_group <= _MAX_POINTER_ROWS or not spec.supports_tensor_descriptors:
         return fit
     described = [_described(item) for item in fit]
-    count = hint(contraction.row_count) * hint(product([axis.size for axis in contraction.columns]))
+    count = hint(contraction.row_count) * hint(count_points(contraction.columns))
     waves = count / (described[0].x_block * described[0].y_block * spec.multiprocessors)
     is_short = waves < _MIN_WIDE_WAVES
     narrower = [item for item in described[1:2] if is_short and item.y_block < described[0].y_block]

@@ -9,12 +9,20 @@ from typing import NamedTuple
 
 from fxwrap.caching import bounded_cache
 from fxwrap.devices import WARP_LANES, DeviceSpec
-from fxwrap.loop_ir import ContractionForm, GroupedSums, Load, as_index, find_grouped_sums, row_precision, sum_groups
+from fxwrap.loop_ir import (
+    ContractionForm,
+    GroupedSums,
+    Load,
+    as_index,
+    count_points,
+    find_grouped_sums,
+    row_precision,
+    sum_groups,
+)
 from fxwrap.printers.triton.contraction_queries import adds_zeros
 from fxwrap.printers.triton.fragment_digits import find_digits
 from fxwrap.printers.triton.kernel_text import parenthesize
 from fxwrap.printers.triton.tiling import FragmentConfiguration, next_power_of_2
-from fxwrap.symbolic import product
 
 FRAGMENT_ROWS, FRAGMENT_COLUMNS = 16, 8
 """The elements of a fragment of weights along columns, and the columns of a fragment of results."""
@@ -117,8 +125,8 @@ def fragment_configurations(
     have fewer registers than weights, and of one sum, or in a loop: several sums of a step would need too many; and
     where rows fill fragments.
     """
-    count, columns = contraction.row_count, product([axis.size for axis in contraction.columns])
-    groups, size = product([axis.size for axis in form.groups]), form.contraction.summed_count
+    count, columns = contraction.row_count, count_points(contraction.columns)
+    groups, size = count_points(form.groups), form.contraction.summed_count
     if contraction.batch or not all(isinstance(item, int) for item in (count, columns, groups, size)):
         return []
     scale = max(int(size) // _TILE_BYTES, 1)

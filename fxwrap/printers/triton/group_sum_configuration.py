@@ -9,7 +9,15 @@ from typing import NamedTuple
 import torch
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.loop_ir import ContractionForm, GroupedSums, find_grouped_sums, row_precision, split_sums, sum_groups
+from fxwrap.loop_ir import (
+    ContractionForm,
+    GroupedSums,
+    count_points,
+    find_grouped_sums,
+    row_precision,
+    split_sums,
+    sum_groups,
+)
 from fxwrap.printers.triton.accesses import Hint
 from fxwrap.printers.triton.contraction_queries import (
     MAX_FEW_ROWS,
@@ -29,7 +37,6 @@ from fxwrap.printers.triton.tiling import (
     RowGroupSumConfiguration,
     next_power_of_2,
 )
-from fxwrap.symbolic import product
 
 
 class _Tile(NamedTuple):
@@ -140,7 +147,7 @@ def group_sum_configurations(
     if summed is None:
         return []
     form = find_grouped_sums(summed, contraction)
-    count, size = product([axis.size for axis in form.groups]), form.contraction.summed_count
+    count, size = count_points(form.groups), form.contraction.summed_count
     if not isinstance(count, int) or not isinstance(size, int) or size & (size - 1):
         return []
     fragments = _fragment_configurations(contraction, form, hint, spec)
@@ -221,7 +228,7 @@ def _best_full_fragment_tile(
         tiles = (_FEW_COLUMNS_FULL_FRAGMENT_TILE, _HALF_STEP_FEW_COLUMNS_FULL_FRAGMENT_TILE)
     elif len(contraction.sums) == 1:
         tiles = (_MANY_COLUMNS_FULL_FRAGMENT_TILE, _HALF_STEP_FULL_FRAGMENT_TILE)
-    count = hint(product([axis.size for axis in form.groups]))
+    count = hint(count_points(form.groups))
     steps = [item.p_block for tile in tiles for item in fragment_configurations(contraction, form, [tile], spec)]
     if len(steps) == len(tiles) and _padded(count, steps[0]) > max(_MOST_PADDED * count, _padded(count, steps[1])):
         return tiles[1]
@@ -235,13 +242,13 @@ def _best_fragment_tile(contraction: ContractionForm, form: GroupedSums, hint: H
     """
     if len(contraction.sums) > 1:
         return _SEVERAL_SUMS_FRAGMENT_TILE
-    columns = hint(product([axis.size for axis in contraction.columns]))
+    columns = hint(count_points(contraction.columns))
     programs = math.ceil(columns / (_FRAGMENT_TILE.columns * spec.multiprocessors))
     two, three, four, six = _RESIDENT_FRAGMENT_TILES
     if programs > 2:
         return {3: three, 4: four, 5: six, 6: six}.get(programs, _FRAGMENT_TILE)
     for item in fragment_configurations(contraction, form, [_ONE_STEP_FRAGMENT_TILE], spec):
-        groups = hint(product([axis.size for axis in form.groups]))
+        groups = hint(count_points(form.groups))
         if item.p_block >= groups:
             return _ONE_STEP_FRAGMENT_TILE if item.p_block == groups else _MASKED_STEP_FRAGMENT_TILE
     return two if _is_long(form, hint) else three
@@ -258,7 +265,7 @@ def _prefers_fragments(contraction: ContractionForm, fragments: Sequence[Fragmen
 
 def _is_long(form: GroupedSums, hint: Hint) -> bool:
     """Whether the groups of a row are many."""
-    count = product([axis.size for axis in form.groups])
+    count = count_points(form.groups)
     return hint(count * form.contraction.summed_count) >= _LONG_ROW_GROUPS * _MIN_GROUP_BYTES
 
 
@@ -269,8 +276,8 @@ def _row_group_sum_configurations(
 
     Those of one stage load all of a step before they compute.
     """
-    columns, size = product([axis.size for axis in contraction.columns]), int(form.contraction.summed_count)
-    count = int(product([axis.size for axis in form.groups]))
+    columns, size = count_points(contraction.columns), int(form.contraction.summed_count)
+    count = int(count_points(form.groups))
     is_bfloat16 = row_precision(contraction, contraction.sums[0]) is torch.bfloat16
     if contraction.rows or contraction.batch or not is_bfloat16 or not isinstance(columns, int):
         return []

@@ -22,6 +22,7 @@ from fxwrap.loop_ir import (
     Load,
     Store,
     as_index,
+    count_points,
 )
 from fxwrap.printers.triton.accesses import (
     MANY_LOADS,
@@ -37,7 +38,6 @@ from fxwrap.printers.triton.accesses import (
     itemsize,
     joined_accesses,
     row_step,
-    size_of,
 )
 from fxwrap.printers.triton.tiling import TileConfiguration, next_power_of_2, programs_of_a_wave
 
@@ -83,7 +83,7 @@ def pointwise_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> li
     inner, other = contiguous_axes(kernel, hint)
     run = (inner,) if kernel.combines_values or other is None else contiguous_run(kernel, inner, [other])
     joined = max([item.count for item in joined_accesses(kernel, inner)], default=1)
-    if other is not None and hint(size_of(run)) * joined >= MIN_TILE_SIDE:
+    if other is not None and hint(count_points(run)) * joined >= MIN_TILE_SIDE:
         return [_transposed_tile(kernel, inner, other, hint, *shape) for shape in _tiles(kernel)]
     gathered = _gathered_tiles(kernel, inner, hint) if joined == 1 else []
     block, warps = _pointwise_block(kernel, inner, hint, spec)
@@ -251,12 +251,12 @@ def _tile_side(
     """
     run = (inner,) if kernel.combines_values else contiguous_run(kernel, inner, others)
     for count in range(1, len(run) + 1):
-        size = hint(size_of(run[-count:]))
+        size = hint(count_points(run[-count:]))
         side = min(block, next_power_of_2(size))
         if side >= min(block, _FILLED_SIDE) and -(-size // side) * side * 4 <= size * 5:
             return run[-count:], side
     axes = (inner,) if hint(inner.size) >= MIN_TILE_SIDE else run
-    return axes, min(block, next_power_of_2(hint(size_of(axes))))
+    return axes, min(block, next_power_of_2(hint(count_points(axes))))
 
 
 def _pointwise_tile(

@@ -9,7 +9,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fxwrap.devices import WARP_LANES, DeviceSpec
-from fxwrap.loop_ir import ONE, OPERATIONS, Compute, Kernel, Load, Reduce, RowsAndColumns, has_accesses_across_rows
+from fxwrap.loop_ir import (
+    ONE,
+    OPERATIONS,
+    Compute,
+    Kernel,
+    Load,
+    Reduce,
+    RowsAndColumns,
+    count_points,
+    has_accesses_across_rows,
+)
 from fxwrap.printers.triton.accesses import (
     VECTOR_BYTES,
     Hint,
@@ -27,7 +37,6 @@ from fxwrap.printers.triton.tiling import (
     programs_of_a_wave,
     warps_of_tile,
 )
-from fxwrap.symbolic import product
 
 _ROW_TILE = 1024
 """The elements of the rows of a program of one warp."""
@@ -224,8 +233,8 @@ def row_part_configurations(
     quotients and remainders, as of windows, are first without a pipeline. Where accesses are contiguous across rows,
     most rows at once are first, so that accesses are of whole sectors.
     """
-    block = next_power_of_2(hint(product([axis.size for axis in form.columns])))
-    size = next_power_of_2(hint(product([axis.size for axis in form.rows])))
+    block = next_power_of_2(hint(count_points(form.columns)))
+    size = next_power_of_2(hint(count_points(form.rows)))
     whole_vector = max([max(VECTOR_BYTES // load.dtype.itemsize, 1) for load in full_tile_loads(kernel)], default=1)
     vector = vector_elements(kernel, form.columns[-1])
     reductions = [kernel.operations[position] for position in form.row_reductions]

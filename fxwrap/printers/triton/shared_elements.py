@@ -24,12 +24,12 @@ from fxwrap.loop_ir import (
     IndirectIndex,
     Kernel,
     Load,
+    count_points,
     find_contraction,
 )
 from fxwrap.printers.triton.kernel_text import parenthesize
 from fxwrap.printers.triton.tile_printer import TilePrinter, load_literal
 from fxwrap.printers.triton.tiling import Dimension
-from fxwrap.symbolic import product
 
 _MAX_JOINED = 8
 """The longest run that joins of registers repeat; longer ones are broadcast."""
@@ -76,7 +76,7 @@ def shared_run(kernel: Kernel, position: int, block: int) -> int:
         if axis in own:
             break
         inner.insert(0, axis)
-    run = product([axis.size for axis in inner])
+    run = count_points(inner)
     if len(inner) == len(kernel.reduced) or not isinstance(run, int) or run < 2 or run & (run - 1) or block % run:
         return 1
     return run if load.mask is None or _holds_in_each_run(kernel, load.mask, inner) else 1

@@ -24,6 +24,7 @@ from fxwrap.loop_ir import (
     RunningMaximum,
     Store,
     assume,
+    count_points,
 )
 from fxwrap.printers.triton.blocks import Scope
 from fxwrap.printers.triton.kernel_text import TritonKernelText
@@ -95,9 +96,7 @@ class StreamingTritonPrinter(StreamingResultPrinter):
         configuration = self.configuration
         constants = {**self.constants, "LOOP_STAGES": configuration.num_stages}
         blocks = ceiling_divide(self.parts.row.size, configuration.row_block)
-        return self.kernel_text(
-            constants, configuration.launch_options, product([blocks, *[axis.size for axis in self.outer]])
-        )
+        return self.kernel_text(constants, configuration.launch_options, product([blocks, count_points(self.outer)]))
 
     # --- axes -------------------------------------------------------------------------------------------------------
 
@@ -114,9 +113,9 @@ class StreamingTritonPrinter(StreamingResultPrinter):
         heads = [axis for axis in self.outer if axis not in self.row_blocks]
         band = self.configuration.band
         if band > 1:
-            self.line(f"rows = blocks * {size(product([axis.size for axis in self.row_blocks]))}")
+            self.line(f"rows = blocks * {size(count_points(self.row_blocks))}")
             self.line(f"first_head = program // ({band} * rows) * {band}")
-            self.line(f"height = tl.minimum({size(product([axis.size for axis in heads]))} - first_head, {band})")
+            self.line(f"height = tl.minimum({size(count_points(heads))} - first_head, {band})")
             self.line(f"program = program % ({band} * rows)")
             self.line("program = (first_head + program % height) * rows + program // height")
         self.line("first_row = program % blocks * ROW_BLOCK")

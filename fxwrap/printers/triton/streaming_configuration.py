@@ -20,6 +20,7 @@ from fxwrap.loop_ir import (
     Load,
     Operation,
     StreamingReduction,
+    count_points,
     find_streaming_reduction,
     operands,
 )
@@ -43,7 +44,7 @@ def streaming_configurations(
     parts = streaming_parts(kernel)
     rows = max(next_power_of_2(hint(parts.row.size)), MIN_DOT)
     keys = max(next_power_of_2(hint(parts.axes[-1].size)), MIN_DOT)
-    width = next_power_of_2(max(hint(product(axis.size for axis in item.axes)) for item in parts.products))
+    width = next_power_of_2(max(hint(count_points(item.axes)) for item in parts.products))
     matrices = min(max(len(parts.products) + len(parts.weighted_sums), 2), 4)
     is_half = _has_half_factors(kernel, parts)
     biases = _biases(kernel, parts)
@@ -54,7 +55,7 @@ def streaming_configurations(
     elif is_half and matrices == 2 and any(isinstance(item, Load) for item in biases):
         table = _LOADED_BIAS
     branches = is_half and rows > _FEW_ROWS and _has_one_loop(matrices, width, bool(biases), parts)
-    positions = max(hint(product([axis.size for axis in parts.axes])), 1)
+    positions = max(hint(count_points(parts.axes)), 1)
     candidates = [
         StreamingConfiguration(
             row_block=min(r, rows),
@@ -156,8 +157,8 @@ def _band(
     That is 1 where all programs run at the same time, and where they are too short for the search of their head.
     """
     blocks = row_blocks(kernel, parts)
-    programs = -(-hint(parts.row.size) // configuration.row_block) * hint(product([axis.size for axis in blocks]))
-    heads = hint(product([axis.size for axis in kernel.axes if axis not in (parts.row, *parts.columns, *blocks)]))
+    programs = -(-hint(parts.row.size) // configuration.row_block) * hint(count_points(blocks))
+    heads = hint(count_points(axis for axis in kernel.axes if axis not in (parts.row, *parts.columns, *blocks)))
     visits = math.prod([hint(axis.size) for axis in parts.axes]) // configuration.key_block
     if programs <= 1 or programs * heads <= spec.multiprocessors or visits <= _FEW_VISITS:
         return 1

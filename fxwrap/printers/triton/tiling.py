@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from fxwrap.devices import WARP_LANES, DeviceSpec
-from fxwrap.loop_ir import Axis, Kernel
+from fxwrap.loop_ir import Axis, Kernel, count_points
 from fxwrap.symbolic import Size, ceiling_divide, product, total
 
 
@@ -31,7 +31,7 @@ class Dimension:
     @property
     def size(self) -> Size:
         """The number of elements of the axes."""
-        return product(axis.size for axis in self.axes)
+        return count_points(self.axes)
 
     @property
     def masked(self) -> bool:
@@ -87,7 +87,7 @@ class Tile:
     @property
     def num_tiles(self) -> Size:
         """The number of blocks of all programs."""
-        return product([*[item.blocks for item in self.parallel], *[axis.size for axis in self.outer]])
+        return product([*[item.blocks for item in self.parallel], count_points(self.outer)])
 
     def broadcast_subscript(self, position: int) -> str:
         """Returns the subscript that broadcasts a vector along one dimension."""
