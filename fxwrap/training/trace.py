@@ -106,7 +106,7 @@ class _Trace:
                 SimplifiedMasks(self.options),
             ):  # fmt: skip
                 result = self.step(*tree_unflatten(leaves, self.input_tree))
-            gradients.check(self.slots)
+            gradients.check()
             self._check_optimizers()
             with torch.no_grad():
                 for slot, value in zip(self.slots, values, strict=True):
@@ -296,7 +296,7 @@ class _Gradients:
 
         return before_accumulation
 
-    def check(self, slots: Sequence[Slot]) -> None:
+    def check(self) -> None:
         """Raises StepError where gradients of one call would be added to those of the next."""
         remaining = [number for number in self.uncleared if self.leaves[number].grad is not None]
         if remaining:

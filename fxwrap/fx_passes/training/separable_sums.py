@@ -154,7 +154,7 @@ def _factors(values: Node) -> tuple[Node, tuple[tuple[int, Factor], ...]]:
             if len(dims) == 1 and _has_type_of(x, values):
                 base, factors = _factors(x)
                 return base, (*factors, (dims[0], (vector, False)))
-    subtrahend = _subtrahend(values, left, right)
+    subtrahend = _subtrahend(values, right)
     if subtrahend is not None and subtrahend.target is _aten.mul.Tensor:
         base, factors = _factors(left)
         inner, more = _factors(subtrahend)
@@ -163,7 +163,7 @@ def _factors(values: Node) -> tuple[Node, tuple[tuple[int, Factor], ...]]:
     return values, ()
 
 
-def _subtrahend(values: Node, left: Node, right: Node) -> Node | None:
+def _subtrahend(values: Node, right: Node) -> Node | None:
     """Returns what a difference of two tensors, or a sum with a negative one, subtracts from the left one."""
     if values.target is _aten.sub.Tensor:
         return right

@@ -59,7 +59,7 @@ _HALF_BLOCK_CALLS = ("widen(", "narrow(")
 _RESERVED_WORDS = """
 kernel lane lanes line key keys rows columns run width first i j scores maxima factors next weights tile part start end
 count offset block place is_new height op combine part largest total visible fxwrap to update bitcast literal infinity
-nan for_lanes for_overlapping_lanes for_lane_block for_blocks for_overlapping_blocks widen narrow repeated offset zero
+nan for_lanes for_overlapping_lanes for_lane_block for_blocks for_overlapping_blocks widen narrow repeated zero
 alignas alignof and asm auto bool break case catch char class const continue default delete do double else enum
 explicit export extern false float for friend goto if inline int long mutable namespace new noexcept not operator or
 private protected public register return short signed sizeof static struct switch template this throw true try typedef

@@ -60,7 +60,7 @@ def plan_repeated_rows(kernel: Kernel) -> RepeatedRows | None:
         return None
     if not 1 < element.size < MAX_OVERLAPPING or element.size % VECTOR_LANES == 0:
         return None
-    if not all(_is_movable(kernel, item, row, element) for item in kernel.operations):
+    if not all(_is_movable(item, row, element) for item in kernel.operations):
         return None
     repeated = [axes == {element} for axes in kernel.value_axes]
     if any(axes == {row} for axes in kernel.value_axes):
@@ -80,7 +80,7 @@ def plan_repeated_rows(kernel: Kernel) -> RepeatedRows | None:
     return rows if used and is_number and row.size * element.size >= MIN_BLOCKS * rows.block else None
 
 
-def _is_movable(kernel: Kernel, item: Operation, row: Axis, element: Axis) -> bool:
+def _is_movable(item: Operation, row: Axis, element: Axis) -> bool:
     """Whether the elements that an operation accesses are those of one long row, or the same in each row."""
     if isinstance(item, DeviceAssert) or (isinstance(item, Store) and (item.mode != "set" or item.mask is not None)):
         return False

@@ -288,12 +288,12 @@ class StreamingValuePrinter(BlockPrinter):
     def compute_text(self, position: int, operation: Compute, scope: Scope) -> tuple[str, str]:
         """Returns a name for the result of an operation, and its expression."""
         if self.is_half and operation.dtype is torch.float32:
-            text = self._half_precision_text(position, operation, scope)
+            text = self._half_precision_text(operation, scope)
             if text is not None:
                 return operation.name, text
         return super().compute_text(position, operation, scope)
 
-    def _half_precision_text(self, position: int, operation: Compute, scope: Scope) -> str | None:
+    def _half_precision_text(self, operation: Compute, scope: Scope) -> str | None:
         """Returns an expression with fewer operations of a value that is computed in float32, if there is one."""
         texts = {item: f"({self.value(item, scope)})" for item in operation.operands}
         match operation.name, operation.operands:
