@@ -104,7 +104,7 @@ $(VENV)/.installed-demo: $(REQUIREMENTS)
 	@command -v g++ >/dev/null || { echo "fxwrap builds C++: install g++ first (Debian: apt-get install g++)" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),sed -E 's/^torch==.*/torch==$(TORCH)/; /^(triton|setuptools)==/d' constraints.txt >$(CONSTRAINTS))
-	$(INSTALL) torch
+	$(INSTALL) torch numpy  # without NumPy, torch warns whenever it is imported
 	$(INSTALL) --editable .
 	touch $@
 

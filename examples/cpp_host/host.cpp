@@ -4,7 +4,11 @@
 
 #include <cstdio>
 
-int main(int, char** arguments) {
+int main(int count, char** arguments) {
+  if (count != 2) {
+    std::puts("usage: host model.fxw");
+    return 1;
+  }
   try {
     const fxwrap::Model model(arguments[1]);
     for (const FxwrapLeaf& leaf : model.inputs()) {

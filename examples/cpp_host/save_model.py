@@ -25,4 +25,6 @@ def save(path: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python save_model.py model.fxw")
     save(sys.argv[1])

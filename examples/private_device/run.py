@@ -1,7 +1,7 @@
 """A private device type: registered with torch in C++, and with fxwrap by one call.
 
 Its kernels are those of the tests' imaginary device (`tests/devices/`, docs/devices.md). A model of the test suite runs
-on it with every emitter and is compared with eager PyTorch on the CPU.
+on it with every emitter and is compared with eager PyTorch on the CPU. It needs the tests' packages (`make test`).
 
     python -m examples.private_device.run [MODEL [EMITTER...]]
 """

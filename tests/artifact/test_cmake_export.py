@@ -56,7 +56,7 @@ def build(project: Path, *definitions: str) -> Path:
         project,
         "-B",
         project / "build",
-        f"-DCMAKE_PREFIX_PATH={torch.__path__[0]}",
+        f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}",
         "-DCMAKE_UNITY_BUILD_BATCH_SIZE=0",  # all of the runtime in one unit, which compiles in less time on one core
         *definitions,
     ]
@@ -93,6 +93,14 @@ def test_a_project_builds_and_returns_the_results_of_python(saved: Path, tmp_pat
     assert str(Path(fxwrap.__file__).parent) not in (project / "CMakeLists.txt").read_text()
     # The bridge's own sources are compiled by `python -m tests.artifact.test_cmake_export`.
     check(project, saved, f"-DFXWRAP_BRIDGE={build_runtime() / 'libfxwrap_bridge.so'}")
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason=NO_CMAKE)
+def test_the_folder_of_libtorch_is_a_prefix_too(saved: Path, tmp_path: Path) -> None:
+    export_cmake(fxwrap.load(saved), tmp_path)
+    configure = ["cmake", "-S", tmp_path, "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={torch.__path__[0]}"]
+    done = subprocess.run(configure, capture_output=True, text=True, check=False, env={"PATH": "/usr/bin:/bin"})
+    assert done.returncode == 0, done.stderr
 
 
 class Smoothed(torch.nn.Module):
