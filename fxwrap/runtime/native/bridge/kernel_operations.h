@@ -125,6 +125,14 @@ INLINE double asin(double x) { return ::asin(x); }
 INLINE double acos(double x) { return ::acos(x); }
 INLINE double atanh(double x) { return ::atanh(x); }
 
+INLINE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+INLINE double multiply_add(double a, double b, double c) { return __builtin_fma(a, b, c); }
+// A polynomial by its coefficients, of which that of the highest power is the first (Horner's rule).
+template <class T, class... Rest> INLINE T polynomial(T x, T value, Rest... coefficients) {
+  ((value = multiply_add(value, x, coefficients)), ...);
+  return value;
+}
+
 // Of |x| <= 0.5, asin(x) is an odd polynomial (Cephes); of others, pi / 2 - 2 * asin(sqrt((1 - x) / 2)). The vector form of
 // the C library computes lanes of 1 and -1 one by one, to which operands are often clamped.
 struct ArcSine {
@@ -133,11 +141,8 @@ struct ArcSine {
   INLINE explicit ArcSine(float x) : is_far(__builtin_fabsf(x) > 0.5f) {
     const float size = __builtin_fabsf(x), square = is_far ? 0.5f * (1.0f - size) : x * x;
     const float at = is_far ? __builtin_sqrtf(square) : size;
-    float series = 4.2163199048e-2f;
-    series = __builtin_fmaf(series, square, 2.4181311049e-2f);
-    series = __builtin_fmaf(series, square, 4.5470025998e-2f);
-    series = __builtin_fmaf(series, square, 7.4953002686e-2f);
-    series = __builtin_fmaf(series, square, 1.6666752422e-1f);
+    const float series = polynomial(square, 4.2163199048e-2f, 2.4181311049e-2f, 4.5470025998e-2f, 7.4953002686e-2f,
+                                            1.6666752422e-1f);
     result = __builtin_fmaf(series * square, at, at);
   }
 };
@@ -154,11 +159,8 @@ INLINE float acos(float x) {
 INLINE float atanh(float x) {  // after Cephes, too; the sum keeps the logarithm in all lanes, for which there are vectors
   const bool is_small = __builtin_fabsf(x) < 0.5f;
   const float square = x * x, large = log(is_small ? 1.0f : (1.0f + x) / (1.0f - x));
-  float series = 1.81740078349e-1f;
-  series = __builtin_fmaf(series, square, 8.24370301058e-2f);
-  series = __builtin_fmaf(series, square, 1.46691431730e-1f);
-  series = __builtin_fmaf(series, square, 1.99782164500e-1f);
-  series = __builtin_fmaf(series, square, 3.33337300303e-1f);
+  const float series = polynomial(square, 1.81740078349e-1f, 8.24370301058e-2f, 1.46691431730e-1f, 1.99782164500e-1f,
+                                          3.33337300303e-1f);
   const float small = __builtin_fmaf(series * square, x, x);
   return __builtin_fmaf(0.5f, large, is_small ? small : -0.0f);
 }
@@ -174,14 +176,8 @@ INLINE float exp(float x) {
   const int32_t shifted = bits > 0x4B4000BF ? 0x4B4000BF : bits;  // k <= 64
   const float k = bitcast<float>(shifted) - rounding, power = vanishes ? 0.0f : bitcast<float>(shifted << 23);
   const float r = __builtin_fmaf(k, -2.85721354e-6f, __builtin_fmaf(k, -1.386291504f, limited));
-  float p = 1.96113455e-4f;
-  p = __builtin_fmaf(p, r, 1.41046802e-3f);
-  p = __builtin_fmaf(p, r, 8.33610911e-3f);
-  p = __builtin_fmaf(p, r, 4.16612588e-2f);
-  p = __builtin_fmaf(p, r, 1.66666135e-1f);
-  p = __builtin_fmaf(p, r, 5.00000358e-1f);
-  p = __builtin_fmaf(p, r, 1.0f);
-  p = __builtin_fmaf(p, r, 1.0f);
+  const float p = polynomial(r, 1.96113455e-4f, 1.41046802e-3f, 8.33610911e-3f, 4.16612588e-2f, 1.66666135e-1f,
+                                5.00000358e-1f, 1.0f, 1.0f);
   return p * power * power;
 }
 
@@ -206,16 +202,10 @@ INLINE double exp(double x) {
   const uint64_t exponent = bitcast<uint64_t>(shifted) & 0xfff, half = exponent >> 1;
   const double power = vanishes ? 0.0 : bitcast<double>(half << 52), rest = bitcast<double>((exponent - half) << 52);
   const double r = __builtin_fma(k, -2.3190468138462996e-17, __builtin_fma(k, -0.6931471805599453, limited));
-  double p = 2.510038549551032e-08;
-  p = __builtin_fma(p, r, 2.7620088445409746e-07);
-  p = __builtin_fma(p, r, 2.7557268459997064e-06);
-  p = __builtin_fma(p, r, 2.4801521295954376e-05);
-  p = __builtin_fma(p, r, 1.9841269863053618e-04);
-  p = __builtin_fma(p, r, 1.3888888917213717e-03);
-  p = __builtin_fma(p, r, 8.333333333330062e-03);
-  p = __builtin_fma(p, r, 4.166666666662413e-02);
-  p = __builtin_fma(p, r, 1.6666666666666669e-01);
-  p = __builtin_fma(p, r, 5.000000000000001e-01);
+  const double p = polynomial(r, 2.510038549551032e-08, 2.7620088445409746e-07, 2.7557268459997064e-06,
+                                 2.4801521295954376e-05, 1.9841269863053618e-04, 1.3888888917213717e-03,
+                                 8.333333333330062e-03, 4.166666666662413e-02, 1.6666666666666669e-01,
+                                 5.000000000000001e-01);
   return (__builtin_fma(p * r, r, r) + 1.0) * power * rest;
 }
 
@@ -225,25 +215,16 @@ INLINE float pow(float a, float b) {
   const double base = __builtin_fabsf(a), exponent = b;
   const BinaryParts parts(base);
   const double s = (parts.mantissa - 1.0) / (parts.mantissa + 1.0), z = s * s;
-  double p = 0.28288718263073565;
-  p = __builtin_fma(p, z, 0.3199066608891474);
-  p = __builtin_fma(p, z, 0.41220922733052445);
-  p = __builtin_fma(p, z, 0.5770779426302618);
-  p = __builtin_fma(p, z, 0.9617966941123595);
-  p = __builtin_fma(p, z, 2.8853900817778504);
+  const double p = polynomial(z, 0.28288718263073565, 0.3199066608891474, 0.41220922733052445, 0.5770779426302618,
+                                 0.9617966941123595, 2.8853900817778504);
   const double finite = __builtin_fma(p, s, parts.exponent);
   const double logarithm = base == 0 ? -infinity : base < infinity ? finite : base;
   const double product = exponent * logarithm;
   const double above = product < -200.0 ? -200.0 : product, limited = above > 200.0 ? 200.0 : above;
   const double shifted = limited + rounding, r = limited - (shifted - rounding);
-  double q = 1.5303700711365693e-05;
-  q = __builtin_fma(q, r, 1.5469729214118296e-04);
-  q = __builtin_fma(q, r, 1.3333478473685416e-03);
-  q = __builtin_fma(q, r, 9.618025613318034e-03);
-  q = __builtin_fma(q, r, 5.5504109063258665e-02);
-  q = __builtin_fma(q, r, 2.4022651213498092e-01);
-  q = __builtin_fma(q, r, 6.931471805568324e-01);
-  q = __builtin_fma(q, r, 9.999999999595618e-01);
+  const double q = polynomial(r, 1.5303700711365693e-05, 1.5469729214118296e-04, 1.3333478473685416e-03,
+                                 9.618025613318034e-03, 5.5504109063258665e-02, 2.4022651213498092e-01,
+                                 6.931471805568324e-01, 9.999999999595618e-01);
   const float size = float(q * bitcast<double>(bitcast<uint64_t>(shifted) << 52));
   const bool is_whole = __builtin_truncf(b) == b, is_odd = is_whole & (__builtin_truncf(b * 0.5f) != b * 0.5f);
   const float signed_size = is_odd ? __builtin_copysignf(size, a) : size;
@@ -267,12 +248,7 @@ INLINE float exp_nonpositive(float x) {
   const float shifted = __builtin_fmaf(limited, 1.44269504f, rounding);
   const float k = shifted - rounding, power = bitcast<float>(bitcast<uint32_t>(shifted) << 23);
   const float r = __builtin_fmaf(k, -0.693147182f, limited);
-  float p = 8.31248052e-3f;
-  p = __builtin_fmaf(p, r, 4.18905467e-2f);
-  p = __builtin_fmaf(p, r, 1.66671157e-1f);
-  p = __builtin_fmaf(p, r, 4.99992281e-1f);
-  p = __builtin_fmaf(p, r, 1.0f);
-  p = __builtin_fmaf(p, r, 1.0f);
+  const float p = polynomial(r, 8.31248052e-3f, 4.18905467e-2f, 1.66671157e-1f, 4.99992281e-1f, 1.0f, 1.0f);
   return p * power;
 }
 
@@ -285,13 +261,9 @@ INLINE float erf(float x) {
   large = __builtin_fmaf(large, t, -6.34846687e-1f);
   large = __builtin_fmaf(large, t, -1.28717512e-1f);
   large = 1.0f - exp_nonpositive(__builtin_fmaf(large, t, -t));
-  float small = -5.96761703e-4f;
-  small = __builtin_fmaf(small, s, 4.99119423e-3f);
-  small = __builtin_fmaf(small, s, -2.67681349e-2f);
-  small = __builtin_fmaf(small, s, 1.12819925e-1f);
-  small = __builtin_fmaf(small, s, -3.76125336e-1f);
-  small = __builtin_fmaf(small, s, 1.28379166e-1f);
-  small = __builtin_fmaf(small, x, x);
+  const float series = polynomial(s, -5.96761703e-4f, 4.99119423e-3f, -2.67681349e-2f, 1.12819925e-1f,
+                                  -3.76125336e-1f, 1.28379166e-1f);
+  const float small = __builtin_fmaf(series, x, x);
   return t > 0.927734375f ? __builtin_copysignf(large, x) : small;
 }
 
@@ -299,12 +271,9 @@ INLINE float erf(float x) {
 INLINE float tanh(float x) {
   const float t = __builtin_fabsf(x), s = x * x;
   const float y = exp_nonpositive(-2.0f * t), large = 1.0f - 2.0f * y / (1.0f + y);
-  float small = -5.70498872745e-3f;
-  small = __builtin_fmaf(small, s, 2.06390887954e-2f);
-  small = __builtin_fmaf(small, s, -5.37397155531e-2f);
-  small = __builtin_fmaf(small, s, 1.33314422036e-1f);
-  small = __builtin_fmaf(small, s, -3.33332819422e-1f);
-  small = __builtin_fmaf(small * s, x, x);
+  const float series = polynomial(s, -5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
+                                  -3.33332819422e-1f);
+  const float small = __builtin_fmaf(series * s, x, x);
   return __builtin_copysignf(t > 0.625f ? large : small, x);  // of -0.0 it is -0.0
 }
 
@@ -357,13 +326,8 @@ INLINE double lgamma(double x) { return ::lgamma(x); }
 INLINE double finite_log(double x) {
   const BinaryParts parts(x);
   const double s = (parts.mantissa - 1.0) / (parts.mantissa + 1.0), z = s * s;
-  double p = 0.16837659970680488;
-  p = __builtin_fma(p, z, 0.18121934431215214);
-  p = __builtin_fma(p, z, 0.22223434547517906);
-  p = __builtin_fma(p, z, 0.2857141602110767);
-  p = __builtin_fma(p, z, 0.40000000061741614);
-  p = __builtin_fma(p, z, 0.6666666666655292);
-  p = __builtin_fma(p, z, 2.0000000000000004);
+  const double p = polynomial(z, 0.16837659970680488, 0.18121934431215214, 0.22223434547517906, 0.2857141602110767,
+                                 0.40000000061741614, 0.6666666666655292, 2.0000000000000004);
   return x == 0 ? -infinity : __builtin_fma(p, s, parts.exponent * 0.6931471805599453);
 }
 
@@ -375,39 +339,21 @@ INLINE float lgamma(float number) {
   const double above = nearest > 3 ? (z - 1) * (z - 2) : nearest > 2 ? z - 1 : 1.0;
   const double factors = nearest < 1 ? z * (z + 1) : nearest < 2 ? z : above;
   const double logarithm = finite_log(is_small ? factors : z), inverse = 1 / z, w = inverse * inverse;
-  double p = 5.3193215132047825e-06;
-  p = __builtin_fma(p, t, -1.1453943505060186e-05);
-  p = __builtin_fma(p, t, 2.0169787019584055e-05);
-  p = __builtin_fma(p, t, -4.420674109062643e-05);
-  p = __builtin_fma(p, t, 9.951609827275654e-05);
-  p = __builtin_fma(p, t, -0.00022327966351536556);
-  p = __builtin_fma(p, t, 0.000509664345964222);
-  p = __builtin_fma(p, t, -0.0011927428713188603);
-  p = __builtin_fma(p, t, 0.0028905105477798577);
-  p = __builtin_fma(p, t, -0.007385551491347285);
-  p = __builtin_fma(p, t, 0.020580808424383427);
-  p = __builtin_fma(p, t, -0.06735230104594789);
-  p = __builtin_fma(p, t, 0.3224670334241219);
-  p = __builtin_fma(p, t, 0.42278433509844865);
-  double rest = 0.0028604692159294133;
-  rest = __builtin_fma(rest, w, -0.0016725924381064833);
-  rest = __builtin_fma(rest, w, 0.0008323422465029553);
-  rest = __builtin_fma(rest, w, -0.0005950434756704944);
-  rest = __builtin_fma(rest, w, 0.0007936488286327422);
-  rest = __builtin_fma(rest, w, -0.002777777770220398);
-  rest = __builtin_fma(rest, w, 0.08333333333332853);
+  const double p = polynomial(t, 5.3193215132047825e-06, -1.1453943505060186e-05, 2.0169787019584055e-05,
+                                 -4.420674109062643e-05, 9.951609827275654e-05, -0.00022327966351536556,
+                                 0.000509664345964222, -0.0011927428713188603, 0.0028905105477798577,
+                                 -0.007385551491347285, 0.020580808424383427, -0.06735230104594789, 0.3224670334241219,
+                                 0.42278433509844865);
+  const double rest = polynomial(w, 0.0028604692159294133, -0.0016725924381064833, 0.0008323422465029553,
+                                    -0.0005950434756704944, 0.0007936488286327422, -0.002777777770220398,
+                                    0.08333333333332853);
   const double small = __builtin_fma(t, p, nearest < 2 ? -logarithm : logarithm);
   const double large = __builtin_fma(z - 0.5, logarithm, __builtin_fma(rest, inverse, 0.9189385332046728 - z));
   const double size = is_small ? small : large;
   const double r = abs(x - round(x)), square = r * r;  // exact
-  double sine = -2.113362735205297e-05;
-  sine = __builtin_fma(sine, square, 0.0004659870158043378);
-  sine = __builtin_fma(sine, square, -0.0073703643265304155);
-  sine = __builtin_fma(sine, square, 0.08214587881631043);
-  sine = __builtin_fma(sine, square, -0.599264528825224);
-  sine = __builtin_fma(sine, square, 2.5501640398618677);
-  sine = __builtin_fma(sine, square, -5.1677127800497855);
-  sine = __builtin_fma(sine, square, 3.1415926535897927);
+  const double sine = polynomial(square, -2.113362735205297e-05, 0.0004659870158043378, -0.0073703643265304155,
+                                         0.08214587881631043, -0.599264528825224, 2.5501640398618677,
+                                         -5.1677127800497855, 3.1415926535897927);
   const double reflected = 1.1447298858494002 - finite_log(r * sine) - size;
   const float result = float(x < 0 ? reflected : size);
   return abs(number) < Limits<float>::highest ? result : number * number;
