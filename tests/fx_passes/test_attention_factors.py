@@ -154,9 +154,9 @@ def test_kernels_compile_for_gpus(form: str) -> None:
     inputs = _operands(torch.bfloat16, rows=64, keys=64, width=16)
     step, inputs = _step(FORMS[form]), [torch.randn_like(inputs[0]), *inputs]
     planned = plan(make_fx(step)(*inputs), inputs, TRAINING.replace(cpu_kernels="triton"))
-    for kernel in planned.program.kernels:
-        if kernel.name in ("flex_attention_0", "flex_attention_grad_query_0", "flex_attention_grad_key_value_0"):
-            assert "tt.dot" in compiled_for_gpu(print_triton(kernel.loop_ir)).asm["ttir"]
+    kernels = {kernel.name: kernel for kernel in planned.program.kernels}
+    for name in ("flex_attention_0", "flex_attention_grad_query_0", "flex_attention_grad_key_value_0"):
+        assert "tt.dot" in compiled_for_gpu(print_triton(kernels[name].loop_ir)).asm["ttir"]
 
 
 @pytest.mark.gpu

@@ -97,9 +97,10 @@ def test_blocks_of_all_stages_fit_in_shared_memory() -> None:
     for kernel in (matmul(64, 16384, 4096, "f32"), matmul(8, 4096, 4096, "f32"), parse_kernel(_sums(12))):
         size = max([item.dtype.itemsize for item in kernel.inputs])
         matrices = len(kernel.reductions)
-        for item in configurations(kernel):
-            if isinstance(item, DotConfiguration):
-                assert (item.x_block + matrices * item.y_block) * item.r_block * size * item.num_stages <= 227 << 10
+        dots = [item for item in configurations(kernel) if isinstance(item, DotConfiguration)]
+        assert dots
+        for item in dots:
+            assert (item.x_block + matrices * item.y_block) * item.r_block * size * item.num_stages <= 227 << 10
 
 
 def _sums(count: int) -> str:
