@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import inspect
@@ -154,6 +155,15 @@ def test_the_overview_lists_every_chapter() -> None:
     assert {path.name for path in CHAPTERS} - {"overview.md", "opinfo.md", "index.md"} == set(
         re.findall(r"\]\((\w+\.md)\)", text)
     )
+
+
+@pytest.mark.parametrize("package", ["printers/cpp", "printers/triton"])
+def test_packages_that_list_their_modules_list_all(package: str) -> None:
+    folder = ROOT / "fxwrap" / package
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    assert "by module:" in docstring
+    modules = {path.stem for path in folder.glob("*.py") if not path.stem.endswith(("__", "_configuration"))}
+    assert modules == modules & set(re.findall(r"`(\w+)\.\w+`", docstring))
 
 
 def test_every_option_has_a_row() -> None:

@@ -39,17 +39,17 @@ def both(x: Tensor, tokens: Tensor, into: Tensor, out: Tensor, ends: Tensor) -> 
     return first, torch._grouped_mm(first, out.transpose(1, 2), ends)
 
 
-def compiled(emitter: str) -> tuple[tuple[Tensor, ...], fxwrap.Compiled]:
+def compiled(emitter: str) -> fxwrap.Compiled:
     inputs = operands()
     graph = make_fx(both, tracing_mode="fake")(*inputs)
     options = Options(matmul_kernels="generated", emitter=emitter, compile_cache=False)
-    return inputs, fxwrap.compile_graph(graph, inputs, options=options)
+    return fxwrap.compile_graph(graph, inputs, options=options)
 
 
 @pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
 def test_descriptors_in_every_emitter(emitter: str, tmp_path: Path) -> None:
     """Results are right at any address, and of a saved program."""
-    inputs, program = compiled(emitter)
+    program = compiled(emitter)
     if torch.cuda.get_device_capability() >= (9, 0):
         assert [
             item.source.count("tl.make_tensor_descriptor(")
@@ -64,7 +64,7 @@ def test_descriptors_in_every_emitter(emitter: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
 def test_descriptors_in_captured_graphs(emitter: str) -> None:
-    inputs, program = compiled(emitter)
+    inputs, program = operands(), compiled(emitter)
     program(*inputs)  # kernels compile in the first call
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):

@@ -7,10 +7,11 @@ The way of a kernel, by module:
 2. `loop_plan.py` plans the loops: the vectorised axis, threads, parts of long reductions.
 3. `printer.py` selects the printer of the loops. All extend `loops.LoopPrinter`:
 
-   - elements: `loops.py`;
-   - rows and columns: `reductions.py` and `scans.py`, in other orders of axes `grouped_columns.py`,
+   - elements: `loops.py`, with `repeated_rows.py` for short rows that repeat values;
+   - rows and columns: `reductions.py` and `scans.py`, in other orders of axes `grouped_columns.py`, `few_columns.py`,
      `transposed_columns.py` and `transposed_rows.py`;
-   - contractions: `contractions.py`, and `matrix_contractions.py` for matrix instructions;
+   - contractions: `contractions.py`, with `factor_contractions.py` for numbers that half precision represents, and
+     `matrix_contractions.py` for matrix instructions;
    - streaming reductions: `streaming.py`, on the loops of `streaming_loops.py` and the tiles of `streaming_tiles.py`;
      `few_rows_streaming.py` for decoding.
 4. `statements.py` prints the operations of a loop's body, by the functions of `operations.py`, with the tables of
