@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,10 +60,11 @@ def saved_dtypes(program: fxwrap.Program) -> list[torch.dtype]:
     return [item.dtype for item in types if not item.dtype.is_floating_point]  # type: ignore[union-attr]
 
 
-def gradient(function: Any, x: Tensor, is_dynamic: bool = False) -> Tensor:
+def gradient(function: Any, x: Tensor, dynamic: Sequence[int] = ()) -> Tensor:
+    """Returns the gradient of the sum of a function's results; sizes of `dynamic` dimensions are symbols."""
     x = x.detach().requires_grad_()
-    if is_dynamic:
-        torch._dynamo.mark_dynamic(x, 0)
+    for dim in dynamic:
+        torch._dynamo.mark_dynamic(x, dim)
     function(x).sum().backward()
     assert x.grad is not None
     return x.grad
@@ -94,9 +96,39 @@ def test_a_dynamic_batch_saves_bytes() -> None:
     programs: list[fxwrap.Program] = []
     run = compiled(pool, programs)
     for samples in (2, 3, 5):
-        actual, x = gradient(run, image(2, samples), is_dynamic=True), image(2, samples)
+        actual, x = gradient(run, image(2, samples), dynamic=[0]), image(2, samples)
         torch.testing.assert_close(actual, gradient(pool, x), equal_nan=True)
     assert len(programs) == 2 and saved_dtypes(programs[0]) == [torch.uint8]
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_dynamic_planes_save_bytes(name: str) -> None:
+    dimensions, kernel, stride, padding, dilation, ceil = POOLS[name]
+    maximum: Any = F.max_pool2d if dimensions == 2 else F.max_pool3d
+
+    def pool(x: Tensor) -> Tensor:
+        return maximum(x.sin(), kernel, stride, padding, dilation, ceil_mode=ceil) * 2
+
+    programs: list[fxwrap.Program] = []
+    run = compiled(pool, programs)
+    for more in (0, 3, 1):
+        sizes = [size + more for size in image(dimensions).shape[2:]]
+        x = torch.randint(0, 4, (2, 3, *sizes), generator=torch.Generator().manual_seed(1)).double()
+        torch.testing.assert_close(gradient(run, x, range(2, x.ndim)), gradient(pool, x))
+    assert {dtype for forward in programs[::2] for dtype in saved_dtypes(forward)} == {torch.uint8}
+
+
+@pytest.mark.parametrize("sizes", [(3, 2), (2, 2), (9, 1), (1, 9)], ids=str)
+def test_windows_wider_than_the_plane_save_bytes(sizes: tuple[int, int]) -> None:
+    """An offset along a row is then one along the column, too."""
+
+    def pool(x: Tensor) -> Tensor:
+        return F.max_pool2d(x.sin(), 3, 1, 1) * 2
+
+    programs: list[fxwrap.Program] = []
+    x = torch.randn(2, 3, *sizes, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(gradient(compiled(pool, programs), x), gradient(pool, x))
+    assert saved_dtypes(programs[0]) == [torch.uint8]
 
 
 def test_returned_indices_are_saved() -> None:

@@ -210,12 +210,13 @@ def _divide(
     formula: Callable[[Scalar, Scalar], Scalar],
     number_rounding: NumberRounding = "rounded",
 ) -> LoweringResult:
-    """Divides, but no integers by an unknown divisor or by zero: eager raises for zero, and the CPU traps."""
+    """Divides, but no integers by a divisor that may be zero: eager raises for zero, and the CPU traps."""
     dtype = promoted_dtype((x, y))
     if not dtype.is_floating_point and dtype is not torch.bool:
-        if isinstance(y, Definition | sympy.Basic):
+        is_size = isinstance(y, sympy.Expr) and y.is_integer and not call.may_be_zero(y)
+        if isinstance(y, Definition) or (isinstance(y, sympy.Basic) and not is_size):
             raise Declined("integer division by a divisor that may be zero, for which eager raises")
-        if not int(y):
+        if not is_size and not int(y):
             raise Declined("integer division by zero, for which eager raises")
     return elementwise(call, (x, y), formula, number_rounding=number_rounding, dtypes="number")
 
