@@ -21,9 +21,11 @@ from fxwrap.loop_ir import (
     FloorDivide,
     Index,
     IndirectIndex,
+    Kernel,
     Modulo,
     SizeAtom,
     float8_format,
+    operation_dtype,
 )
 from fxwrap.symbolic import CppPrinter, Size
 
@@ -202,3 +204,14 @@ class CppIndexPrinter:
         if atom.base.is_nonnegative():
             return f"({parenthesize(base)} {sign} {parenthesize(divisor)})"
         return f"{function}({base}, {divisor})"
+
+
+def compared_width(kernel: Kernel, position: int) -> int:
+    """Returns the width in bytes of the widest numbers that a truth value compares, 1 for one that is loaded."""
+    item, width = kernel.operations[position], 1
+    if isinstance(item, Compute):
+        for operand in item.operands:
+            dtype = operation_dtype(kernel.operations[operand])
+            is_truth = dtype is torch.bool
+            width = max(width, compared_width(kernel, operand) if is_truth else dtype.itemsize)
+    return width

@@ -29,8 +29,8 @@ from fxwrap.printers.cpp.loop_plan import LoopPlan, decompose_reductions, make_l
 from fxwrap.printers.cpp.loops import LoopPrinter, PointwisePrinter
 from fxwrap.printers.cpp.matrix_contractions import MatrixContractionPrinter, is_matrix_contraction
 from fxwrap.printers.cpp.operations import CPP_TYPES, SYMBOL_TYPES
-from fxwrap.printers.cpp.reductions import RowPrinter
 from fxwrap.printers.cpp.repeated_rows import RepeatedRowPrinter, plan_repeated_rows
+from fxwrap.printers.cpp.rows import RowPrinter
 from fxwrap.printers.cpp.scans import ColumnPrinter, RowScanPrinter
 from fxwrap.printers.cpp.segments import split_transposed
 from fxwrap.printers.cpp.statements import CppSourceWriter

@@ -23,7 +23,8 @@ from fxwrap.printers.cpp.loop_plan import (
 )
 from fxwrap.printers.cpp.loops import LoopRange, loop_head
 from fxwrap.printers.cpp.operations import CPP_TYPES, parenthesize, print_size
-from fxwrap.printers.cpp.reductions import ReductionPrinter, RowPrinter
+from fxwrap.printers.cpp.reductions import ReductionPrinter
+from fxwrap.printers.cpp.rows import RowPrinter
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues
 from fxwrap.symbolic import Size
 
@@ -206,7 +207,7 @@ class ColumnPrinter(ScanPrinterBase):
         self.lane_count = str(self.block) if is_fixed and vector_axis.size % self.block == 0 else "lanes"
         with self.writer.nest(heads, "" if self.plan.splits_reduction else self.parallel()), self.column_block():
             known = {**self.load_columns(), **tables}
-            for position in sorted(self.buffers):
+            for position in sorted(self.buffers - self.result_buffers.keys()):
                 size = f"{self.column_length()}][{self.block}"
                 self.writer.line(
                     f"alignas(64) {self.statements.type(position)} {self.statements.name(position)}_column[{size}];"
@@ -248,17 +249,24 @@ class ColumnPrinter(ScanPrinterBase):
     def select_column_buffers(self) -> set[int]:
         """Returns the costly values that one stage stores for later ones. Blocks have fewer columns for their sake."""
         count = self.kernel.reduced_count
-        if not isinstance(count, int) or self.plan.splits_reduction or self.kernel.scans or self.plan.serial:
+        if self.kernel.scans or self.plan.serial:
             return set()
+        if not isinstance(count, int) or self.plan.splits_reduction:
+            return self.hold_in_results()
         chosen = self.values_of_several_stages(
             lambda item, others: self.plan.cost(item, others) >= COLUMN_BUFFER_MIN_COST
         )
         width = count * sum(self.statements.dtype(position).itemsize for position in chosen)
         block = self.fitting_block(COLUMN_BUFFER_BYTES // width) if width else 0
         if not block:
-            return set()
+            return self.hold_in_results() if width else set()
         self.block = block
         return chosen
+
+    def hold_in_results(self) -> set[int]:
+        """Lets the memory of results hold values of several stages; returns them."""
+        self.result_buffers = self.select_result_buffers()
+        return set(self.result_buffers)
 
     def fitting_block(self, columns: int) -> int:
         """Returns the number of columns of a block of at most so many, 0 if whole vectors have more."""
@@ -311,6 +319,8 @@ class ColumnPrinter(ScanPrinterBase):
 
     def buffered(self, position: int) -> str:
         """Returns an element of a value's buffer."""
+        if position in self.result_buffers:
+            return self.result_element(position)
         return f"{self.statements.name(position)}_column[{self.position_text()}][lane]"
 
     def write_elements(self, targets: Sequence[int], known: EmittedValues, named: Iterable[int] = ()) -> None:
@@ -459,10 +469,6 @@ class ColumnPrinter(ScanPrinterBase):
     def half_block(self, halves: HalfBlockWriter) -> AbstractContextManager[None]:
         """Opens a block for the conversions of columns, if there are some."""
         return self.writer.block("") if halves.blocks else nullcontext()
-
-    def block_stores(self, stores: Sequence[Store]) -> Sequence[Store]:
-        """Returns the stores whose elements go to memory in the order of columns."""
-        return stores
 
     def running(self, position: int) -> str:
         """Returns the running value of a column."""

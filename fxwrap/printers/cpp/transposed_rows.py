@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fxwrap.loop_ir import Atom, Axis, IndexLike, Load, Store, operation_dtype
 from fxwrap.printers.cpp.loop_plan import STREAMED_BYTES, LoopPlan, is_transposed
 from fxwrap.printers.cpp.loops import loop_head
-from fxwrap.printers.cpp.reductions import RowPrinter
+from fxwrap.printers.cpp.rows import RowPrinter
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues
 
 TILE_ROWS = 16
