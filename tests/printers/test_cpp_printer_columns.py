@@ -85,6 +85,18 @@ def test_exponentials_of_columns_are_computed_once(dtype: torch.dtype, sizes: tu
     assert ("_column[" in source) == (fits and sizes != (1, 1)), "unless they do not fit in the cache"
 
 
+@pytest.mark.parametrize("reduced", [0, 1])
+@pytest.mark.parametrize("dtype", [*HALF, F32], ids=str)
+def test_products_are_of_float64_unless_they_are_rounded(dtype: torch.dtype, reduced: int) -> None:
+    body, row, column = KernelBuilder(), Axis("i", 37), Axis("j", 37)
+    result = body.reduce("prod", body.load("x", matrix(row, column), dtype).to(F32))[0]
+    axes = ([column], [row]) if reduced == 0 else ([row], [column])
+    body.store("out", as_index(axes[0][0]), result.to(dtype))
+    kernel = body.finish(*axes, [Buffer("x", dtype, 37 * 37)], [Buffer("out", dtype, 37)])
+    x = 1 + 0.1 * torch.randn(37 * 37, generator=torch.Generator().manual_seed(0))
+    assert ("Lanes<double" in check(kernel, arguments={"x": x.to(dtype)})) == (dtype is F32)
+
+
 @pytest.mark.parametrize("kind", ["max", "min", "prod", "sum", "any", "all"])
 def test_columns_with_nan_and_infinities(kind: str) -> None:
     sizes = (70, 37)

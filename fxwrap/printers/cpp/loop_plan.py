@@ -359,7 +359,7 @@ class _ReductionDecomposer(OperationCopier):
                     self.welford(position, self.new[value], dtype, operation.axes)
                 case Reduce("softmax", (value,), dtype):
                     self.softmax(position, self.new[value], dtype, operation.axes)
-                case Reduce("prod", (value,), torch.float32):
+                case Reduce("prod", (value,), torch.float32) if not self.is_rounded(position):
                     wide = self.compute("cast", self.new[value], dtype=torch.float64)
                     result = self.reduce("prod", wide, torch.float64, operation.axes)
                     self.new[position] = self.compute("cast", result, dtype=torch.float32)
@@ -378,6 +378,11 @@ class _ReductionDecomposer(OperationCopier):
             return self.known[operation]
         self.known[operation] = position = super().add(operation)
         return position
+
+    def is_rounded(self, position: int) -> bool:
+        """Whether a value is only used in half precision, which hides the rounding errors of float32 products."""
+        users = [self.kernel.operations[user] for user in self.kernel.users[position]]
+        return all(isinstance(user, Compute) and user.name == "cast" and user.dtype in HALF_PRECISION for user in users)
 
     def is_softmax_sum(self, position: int) -> bool:
         """Whether a value is the sum of a softmax: 0 or at least 1, so its reciprocal is as accurate as a division."""
