@@ -63,15 +63,15 @@ DYNAMO_PASSES: tuple[Step[GraphModule, Options], ...] = (
     ),
     Step(
         "replace_in_place_functions", "activations and sums on intermediates return results, which trace faster",
-        replace_in_place_functions, "fuse", lambda options: options.fuse,
+        replace_in_place_functions, "fuse",
     ),
     Step(
         "simplify_attention_masks", "remove all-true attention masks, detect causal ones, make others contiguous",
-        simplify_attention_masks, "fuse", lambda options: options.fuse,
+        simplify_attention_masks, "fuse",
     ),
     Step(
         "pack_query_groups", "attend with one query row to key heads that several query heads share, without copies",
-        pack_query_groups, "fuse", lambda options: options.fuse,
+        pack_query_groups, "fuse",
     ),
 )  # fmt: skip
 """The passes over Dynamo's graph, before AOTAutograd."""

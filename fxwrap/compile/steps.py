@@ -176,24 +176,22 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
     _pass_point(IR_BEFORE_PLANNING, "the user's passes over the program, before memory planning"),
     Step(
         "bucket_collectives", "let small collectives of one kind that can run together be one", _bucket_collectives,
-        "bucket_collectives", lambda options: options.bucket_collectives,
+        "bucket_collectives",
     ),
     Step(
         "reorder_for_peak_memory", "run some lines earlier to lower the peak memory",
         _transform(lambda program: reorder_for_peak_memory(program).program),
-        "reorder_for_peak_memory", lambda options: options.reorder_for_peak_memory,
+        "reorder_for_peak_memory",
     ),
     Step(
         "overlap_collectives", "start collectives earlier and await them later", _overlap_collectives,
-        "overlap_collectives", lambda options: options.overlap_collectives,
+        "overlap_collectives",
     ),
     Step(
         "combo_kernels", "combine small independent launches into combo kernels (horizontal fusion)", _combine_kernels,
-        "combo_kernels", lambda options: options.combo_kernels,
+        "combo_kernels",
     ),
-    Step(
-        "compile_ahead", "start to compile the kernels, whose texts are final", _compile_ahead,
-    ),
+    Step("compile_ahead", "start to compile the kernels, whose texts are final", _compile_ahead),
     Step(
         "symmetric_buffers", "allocate the buffers of all_reduces over symmetric memory", _allocate_symmetric_buffers,
         enabled=lambda options: not _is_functional(options),
@@ -218,10 +216,7 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
         "use_out_variants", "call out variants of operators, so that their results can be in pools", _use_out_variants,
         "memory_planning", _plans_pools,
     ),
-    Step(
-        "plan_memory", "assign offsets in memory pools to allocations", _plan_memory,
-        "memory_planning", _plans_pools,
-    ),
+    Step("plan_memory", "assign offsets in memory pools to allocations", _plan_memory, "memory_planning", _plans_pools),
     _pass_point(IR_BEFORE_EMISSION, "the user's passes over the program, after memory planning"),
     Step(
         "check_results", "check the results of operators from outside torch, whose layout a fake implementation states",
@@ -233,7 +228,7 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
     ),
     Step(
         "insert_profile_ranges", "put each line that computes in a range for profilers",
-        _transform(insert_profile_ranges), "profile_ranges", lambda options: options.profile_ranges,
+        _transform(insert_profile_ranges), "profile_ranges",
     ),
     Step(
         "insert_observations", "call the observer of values after each line that computes a tensor",

@@ -44,11 +44,6 @@ from fxwrap.fx_passes.tensor_metadata import check_tensor_metadata, expand_out_d
 from fxwrap.options import Options, Step, enabled_steps
 from fxwrap.torch_compat import tree_flatten
 
-
-def _fuses(options: Options) -> bool:
-    return options.fuse
-
-
 FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     Step(
         "check_tensor_metadata", "check assertions of dtypes, devices and static sizes, and remove them",
@@ -77,77 +72,71 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     ),
     Step(
         "replace_in_place_calls", "let in-place calls on tensors of the graph's own return their results, which fuse",
-        replace_in_place_calls, "fuse", _fuses,
+        replace_in_place_calls, "fuse",
     ),
     Step(
         "eliminate_common_subexpressions", "make equal pure calls once (CSE)",
-        lambda graph, _context: eliminate_common_subexpressions(graph), "fuse", _fuses,
+        lambda graph, _context: eliminate_common_subexpressions(graph), "fuse",
     ),
     Step(
         "recognize_dropout", "turn products with scaled random numbers on CPUs into dropout",
-        recognize_dropout, "fuse", _fuses,
+        recognize_dropout, "fuse",
     ),
-    Step(
-        "recognize_attention", "turn attention written as its formula into one kernel",
-        recognize_attention, "fuse", _fuses,
-    ),
+    Step("recognize_attention", "turn attention written as its formula into one kernel", recognize_attention, "fuse"),
     Step(
         "draw_dropout_masks", "draw the masks of dropouts on CPUs, whose products then fuse",
-        draw_dropout_masks, "fuse", _fuses,
+        draw_dropout_masks, "fuse",
     ),
     Step(
         "split_decoding_attention", "turn attention of few query rows into kernels split over keys",
-        split_decoding_attention, "fuse", _fuses,
+        split_decoding_attention, "fuse",
     ),
     Step(
         "group_expert_loops", "turn loops over experts into grouped matmuls on sorted rows",
-        group_expert_loops, "fuse", _fuses,
+        group_expert_loops, "fuse",
     ),
     Step(
         "reduce_sums_once", "reduce a sum of tensors by one collective instead of adding reduced ones",
-        lambda graph, _context: reduce_sums_once(graph), "fuse", _fuses,
+        lambda graph, _context: reduce_sums_once(graph), "fuse",
     ),
     Step(
         "split_before_activations", "compute parts of a result that kernels read by themselves",
-        split_before_activations, "fuse", _fuses,
+        split_before_activations, "fuse",
     ),
     Step(
         "rewrite_sorts", "sort few integers by counting, and those of a known small range by keys of few bits",
-        rewrite_sorts, "fuse", _fuses,
+        rewrite_sorts, "fuse",
     ),
-    Step(
-        "separate_pools", "take maxima of large windows along each dimension",
-        separate_pools, "fuse", _fuses,
-    ),
+    Step("separate_pools", "take maxima of large windows along each dimension", separate_pools, "fuse"),
     Step(
         "dequantise_packed_weights", "turn matmuls of many rows and packed weights into matmuls of dequantised ones",
-        dequantise_packed_weights, "fuse", _fuses,
+        dequantise_packed_weights, "fuse",
     ),
     Step(
         "rewrite_pointwise_convolutions", "turn convolutions of sequences by single elements into batches of matmuls",
-        rewrite_pointwise_convolutions, "fuse", _fuses,
+        rewrite_pointwise_convolutions, "fuse",
     ),
     Step(
         "rewrite_vector_products", "turn matmuls over one term into multiplications, and of vectors into sums",
-        rewrite_vector_products, "fuse", _fuses,
+        rewrite_vector_products, "fuse",
     ),
-    Step("fuse_epilogues", "fuse activations into the matmuls before them", fuse_epilogues, "fuse", _fuses),
-    Step("pack_matmuls", "pack small matmuls with one left operand into one", pack_matmuls, "fuse", _fuses),
+    Step("fuse_epilogues", "fuse activations into the matmuls before them", fuse_epilogues, "fuse"),
+    Step("pack_matmuls", "pack small matmuls with one left operand into one", pack_matmuls, "fuse"),
     Step(
         "slice_matmuls", "compute the slices of packed matmuls that become kernels by themselves",
-        slice_matmuls, "fuse", _fuses,
+        slice_matmuls, "fuse",
     ),
     Step(
         "fill_concatenations", "let matmuls that become kernels store their parts of a concatenation",
-        fill_concatenations, "fuse", _fuses,
+        fill_concatenations, "fuse",
     ),
     Step(
         "prepack_weights", "keep frozen weights of matmuls in the layout of the device's library",
-        prepack_weights, "freeze", lambda options: options.freeze,
+        prepack_weights, "freeze",
     ),
     Step(
         "prepack_int8_weights", "multiply quantised rows by frozen int8 weights in the library's layout",
-        prepack_int8_weights, "freeze", lambda options: options.freeze,
+        prepack_int8_weights, "freeze",
     ),
     Step(
         "call_biased_linears", "let the device's library add biases to its accumulators",
@@ -155,22 +144,22 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     ),
     Step(
         "accumulate_matmuls", "let matmuls add to the other summand of a sum in its memory",
-        accumulate_matmuls, "fuse", _fuses,
+        accumulate_matmuls, "fuse",
     ),
-    Step("unfuse_biases", "let the kernels that read matmuls add their biases", unfuse_biases, "fuse", _fuses),
+    Step("unfuse_biases", "let the kernels that read matmuls add their biases", unfuse_biases, "fuse"),
     Step(
         "optimize_layouts", "make tensors around convolutions channels-last; adapt to strides of example inputs",
         optimize_layouts, "layout",
     ),
     Step(
         "freeze_convolutions", "fold batch norms into frozen weights of convolutions, in the library's layout",
-        freeze_convolutions, "freeze", lambda options: options.freeze,
+        freeze_convolutions, "freeze",
     ),
     Step(
         "unfuse_convolution_biases", "let kernels add the biases of convolutions and sum their gradients",
-        unfuse_convolution_biases, "fuse", _fuses,
+        unfuse_convolution_biases, "fuse",
     ),
-    Step("pad_matmuls", "pad large matmuls to aligned row lengths (pad_mm)", pad_matmuls, "fuse", _fuses),
+    Step("pad_matmuls", "pad large matmuls to aligned row lengths (pad_mm)", pad_matmuls, "fuse"),
 )  # fmt: skip
 """The passes over a graph with fake values. None of them reads `symbol_hints` or `autotune`."""
 

@@ -67,11 +67,11 @@ SOURCE_PASSES: tuple[Step[GraphModule, FxPassContext], ...] = (
     ),
     Step(
         "simplify_attention_masks", "remove all-true attention masks, detect causal ones, make others contiguous",
-        lambda graph, context: _simplify_masks(graph, context.options), "fuse", lambda options: options.fuse,
+        lambda graph, context: _simplify_masks(graph, context.options), "fuse",
     ),
     Step(
         "pack_query_groups", "attend with one query row to key heads that several query heads share, without copies",
-        lambda graph, context: _pack_query_groups(graph, context.options), "fuse", lambda options: options.fuse,
+        lambda graph, context: _pack_query_groups(graph, context.options), "fuse",
     ),
     Step(
         "decompose", "decompose operators, those on lists of tensors and composite ones included",

@@ -389,16 +389,20 @@ class Step(Generic[State, Context]):
         run: maps the state before the step and the pipeline's context to the state after it. Returns the same state
             if the step changes nothing.
         option: the option that turns the step on, as users write it; "" for a step that always runs.
-        enabled: whether the step runs with the options of a compile.
+        enabled: whether the step runs with the options of a compile; by default, unless the option is False.
     """
 
     name: str
     description: str
     run: Callable[[State, Context], State]
     option: str = ""
-    enabled: Callable[[Options], bool] = lambda _options: True
+    enabled: Callable[[Options], bool] | None = None
+
+    def is_enabled(self, options: Options) -> bool:
+        """Whether the step runs with these options."""
+        return getattr(options, self.option, None) is not False if self.enabled is None else self.enabled(options)
 
 
 def enabled_steps(steps: Iterable[Step[State, Context]], options: Options) -> Iterator[Step[State, Context]]:
     """Yields the steps that the options turn on, in order."""
-    return (step for step in steps if step.enabled(options))
+    return (step for step in steps if step.is_enabled(options))
