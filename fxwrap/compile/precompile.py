@@ -31,6 +31,7 @@ from fxwrap.report import dump_folder
 from fxwrap.runtime.cache_folder import distrust_reason
 from fxwrap.runtime.native import bridge_target, find_bridge
 from fxwrap.runtime.plain_inputs import with_plain_inputs
+from fxwrap.signature import locate_kernel_error
 from fxwrap.torch_compat import (
     autograd_cache_folder,
     cache_bypass,
@@ -107,7 +108,10 @@ def graph_entry(
     def run_graph(inputs: tuple[Any, ...]) -> Any:
         return call_as_graph(compiled.program, lambda: compiled.graph_module, inputs)
 
-    entry = accept_fake_tensors(compiled.boxed, run_graph, _tensor_inputs(compiled), static_inputs)
+    def locate_error(error: Exception) -> None:
+        locate_kernel_error(error, compiled.program)
+
+    entry = accept_fake_tensors(compiled.boxed, run_graph, _tensor_inputs(compiled), static_inputs, locate_error)
     return with_plain_inputs(entry, negative_inputs) if negative_inputs else entry
 
 

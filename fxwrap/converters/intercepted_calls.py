@@ -31,19 +31,25 @@ def accept_fake_tensors(
     run_graph: Callable[[tuple[Any, ...]], Any],
     tensors: Sequence[int],
     static_inputs: Collection[int],
+    locate_error: Callable[[Exception], None],
 ) -> BoxedCallable:
     """Returns a boxed entry that returns fake tensors if it is called with them, or under a fake mode.
 
     Outside a mode it looks at one input only, the last tensor that is not static, since each look costs time in each
     call. `run_graph` runs the program's FX graph on the flat inputs, of which those at `tensors` are tensors.
+    `locate_error` may add to the message of an error that the entry raises.
     """
     candidates = [position for position in tensors if position not in static_inputs] or tensors or [0]
     position = candidates[-1]
 
     def call(inputs: list[object]) -> Any:
-        if dispatch_mode_count() or (inputs and type(inputs[position]) is FakeTensor):
-            return call_under_modes(inputs)
-        return entry(inputs)
+        try:
+            if dispatch_mode_count() or (inputs and type(inputs[position]) is FakeTensor):
+                return call_under_modes(inputs)
+            return entry(inputs)
+        except (IndexError, RuntimeError) as error:
+            locate_error(error)
+            raise
 
     def call_under_modes(inputs: list[object]) -> Any:
         if detect_fake_mode(inputs) is None:

@@ -138,6 +138,11 @@ class DeviceAssert:
     origin: str = field(default="", compare=False)
     error: str = "index"
 
+    @property
+    def printed_message(self) -> str:
+        """The message with the operator that the assertion belongs to, if it is known."""
+        return f"{self.message}, in {self.origin}" if self.origin else self.message
+
 
 ASSERT_ERRORS: Mapping[str, type[Exception]] = {"index": IndexError, "runtime": RuntimeError}
 """The exceptions that failed device assertions raise, as eager does for the same operators."""

@@ -28,7 +28,7 @@ class Provenance:
                 "nodes": origin.nodes,
                 "original_nodes": tuple(dict.fromkeys([item.original for item in origin.sources if item.original])),
                 "operators": origin.operators,
-                "lines": _source_lines(origin),
+                "lines": origin.source_lines,
                 "modules": origin.modules,
             }
             for handle, origin in self.calls.items()
@@ -44,13 +44,9 @@ def provenance(program: Program) -> Provenance:
         if line.origin is None or not line.origin.handle:
             continue
         calls[line.origin.handle] = line.origin
-        for location in _source_lines(line.origin):
+        for location in line.origin.source_lines:
             lines.setdefault(location, []).append(line.origin.handle)
     return Provenance(calls, {location: tuple(handles) for location, handles in lines.items()})
-
-
-def _source_lines(origin: Origin) -> tuple[str, ...]:
-    return tuple(dict.fromkeys([f"{source.file}:{source.line}" for source in origin.sources if source.file]))
 
 
 def assign_call_handles(program: Program) -> Program:

@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from fxwrap.errors import InputError, JitTraceError, PickleError
 from fxwrap.signature.convention import CallingConvention
+from fxwrap.signature.kernel_errors import locate_kernel_error
 from fxwrap.signature.leaves import ProgramInput, ProgramOutput, program_inputs, program_outputs, signature_text
 from fxwrap.torch_compat import (
     any_requires_grad,
@@ -94,6 +95,9 @@ class StructuredProgram(ABC):
             if not any(map(is_intercepted_tensor, inputs)):
                 raise
             outputs = self._call_as_graph(inputs)
+        except (IndexError, RuntimeError) as error:
+            locate_kernel_error(error, self.program)
+            raise
         return outputs if entry.build is None else entry.build(outputs)
 
     @cached_property

@@ -77,6 +77,11 @@ class Origin:
         return tuple(dict.fromkeys([source.location for source in self.sources if source.file]))
 
     @property
+    def source_lines(self) -> tuple[str, ...]:
+        """The distinct locations in the model's source as "file:line" with the full path, in order."""
+        return tuple(dict.fromkeys([f"{source.file}:{source.line}" for source in self.sources if source.file]))
+
+    @property
     def modules(self) -> tuple[str, ...]:
         """The paths of the distinct modules of the model, in order."""
         return tuple(dict.fromkeys([source.module for source in self.sources if source.module]))

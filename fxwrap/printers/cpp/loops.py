@@ -93,7 +93,7 @@ class LoopPrinter(ABC):
             self.writer.line("const int64_t zero = opaque_zero();")
         self.print()
         for bit, item in enumerate(self.device_asserts.values()):
-            message = json.dumps(f"{item.message}, in kernel {function}")
+            message = json.dumps(f"{item.printed_message}, in kernel {function}")
             self.writer.line(f"if (failed & {1 << bit}) fxwrap_{item.error}_error({message});")
 
     def write_device_asserts(self, positions: Collection[int], known: EmittedValues) -> None:

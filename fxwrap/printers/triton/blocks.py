@@ -115,7 +115,7 @@ class BlockPrinter(KernelWriter):
                 masks += [self.value(operation.mask, scope)] if operation.mask is not None else []
                 mask = f", mask={' & '.join(sorted(masks))}" if masks else ""
                 condition = self.value(operation.condition, scope)
-                self.line(f"tl.device_assert({condition}, {operation.message!r}{mask})", operation.origin)
+                self.line(f"tl.device_assert({condition}, {operation.printed_message!r}{mask})", operation.origin)
 
     def value(self, position: int, scope: Scope) -> str:
         """Returns the text of a value that a scope knows."""

@@ -219,7 +219,7 @@ class TilePrinter(TileOffsetPrinter):
             case DeviceAssert():
                 mask = self._mask(self.varying_dimensions[position], operation.mask)
                 masked = f", mask={mask}" if mask else ""
-                text = f"tl.device_assert({self._value(operation.condition)}, {operation.message!r}{masked})"
+                text = f"tl.device_assert({self._value(operation.condition)}, {operation.printed_message!r}{masked})"
                 self.line(text, operation.origin)
             case _:
                 assert_never(operation)

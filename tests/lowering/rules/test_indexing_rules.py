@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -191,8 +194,27 @@ def test_the_error_of_an_index_out_of_bounds_names_the_kernel(language: Literal[
     graph = make_fx(lambda x, position: x.sin()[position])(x, position)
     compiled = fxwrap.compile_graph(graph, [x, position], options=Options(cpu_kernels=language))
     torch.testing.assert_close(compiled(x, position), (x[position].sin(),))
-    with pytest.raises(IndexError, match=r"for a dimension of size 10, in kernel fxwrap_sin_index\w*$"):
+    with pytest.raises(IndexError, match=r"of size 10, in aten.index.Tensor, in kernel fxwrap_sin_index\w*"):
         compiled(x, position + 1)
+
+
+class Rows(torch.nn.Module):
+    def forward(self, x: Tensor, rows: Tensor, others: Tensor) -> Tensor:
+        first = x.sin()[rows]
+        return first + x.index_select(0, others)
+
+
+@pytest.mark.parametrize("options", [{}, {"emitter": "cpp"}, {"emitter": "fx"}, {"cpu_kernels": "triton"}], ids=str)
+def test_the_error_of_an_index_out_of_bounds_names_the_line_of_the_model(options: dict[str, Any]) -> None:
+    """The model's line of the operator whose index it is, and no other line of the fused kernel."""
+    lines, start = inspect.getsourcelines(Rows)
+    places = [f"{__file__}:{start + number}" for number, line in enumerate(lines) if "x." in line]
+    x, inside, outside = torch.randn(10, 4), torch.tensor([3, 9]), torch.tensor([4, 10])
+    exported = fxwrap.compile_graph(torch.export.export(Rows(), (x, inside, outside)), options=Options(**options))
+    for call in (exported, torch.compile(Rows(), backend="fxwrap", options=options)):
+        for place, positions in zip(places, ((outside, inside), (inside, outside)), strict=True):
+            with pytest.raises(IndexError, match=f", which computes {re.escape(place)}: check the values"):
+                call(x, *positions)
 
 
 @pytest.mark.parametrize("name", WRONG)
