@@ -8,7 +8,8 @@ The way of a kernel, by module:
 3. `printer.py` selects the printer of the loops. All extend `loops.LoopPrinter`:
 
    - elements: `loops.py`, with `repeated_rows.py` for short rows that repeat values;
-   - rows and columns: `reductions.py` and `scans.py`, in other orders of axes `grouped_columns.py`, `few_columns.py`,
+   - rows and columns: `rows.py` and `scans.py`, on the passes of `reductions.py`, which keep values in the memory of
+     results (`result_buffers.py`); in other orders of axes `grouped_columns.py`, `few_columns.py`,
      `transposed_columns.py` and `transposed_rows.py`;
    - contractions: `contractions.py`, with `factor_contractions.py` for numbers that half precision represents, and
      `matrix_contractions.py` for matrix instructions;
