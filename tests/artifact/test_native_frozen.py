@@ -16,6 +16,7 @@ from fxwrap.lines import ExternCall, Mutate
 from fxwrap.torch_compat import multiplies_bytes_exactly
 from tests.artifact.native_host import described, drive, read_result, tensor_commands
 from tests.fx_passes.test_gelu_matmuls import with_gelu_matmuls
+from tests.support.agreement import assert_as_exact
 from tests.support.int8_layers import Int8Layers
 
 GELU = "fxwrap.gelu_matmul.default"
@@ -104,7 +105,7 @@ def test_biased_linear_layers_without_python(tmp_path: Path) -> None:
         eager = model(x)
         exact = x.double() @ model.weight.double().t() + model.bias.double()
     result = read_result(tmp_path / "result.0", eager)
-    assert (result.double() - exact).norm() <= 1.2 * (eager.double() - exact).norm()
+    assert_as_exact(result, eager, exact)
 
 
 def test_gelu_matmuls_without_python(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from tests.fx_passes.test_attention_backward import (
 )
 from tests.fx_passes.test_recognize_attention import BATCH, _deberta, _swin, _t5
 from tests.lowering.planned_programs import check_graph
+from tests.support.agreement import assert_as_exact
 
 HEADS, ROWS, KEYS, WIDTH, GROUP = 6, 9, 7, 4, 3
 
@@ -83,8 +84,7 @@ def _check(function: Callable[..., Tensor], operands: list[Tensor], emitter: str
     run, programs = _compiled(function, emitter=emitter)
     for results in (planned.run([item.clone() for item in inputs]), _step(run, range(count))(*inputs)):
         for actual, plain, reference in zip(results, eager, exact, strict=True):
-            errors = [float((item.double() - reference).norm()) for item in (actual, plain)]
-            assert errors[0] <= 1.2 * errors[1] + 2e-7 * float(reference.norm())
+            assert_as_exact(actual, plain, reference, slack=2e-7)
     assert _launches(programs) == [1, 1]
     return programs
 

@@ -17,6 +17,7 @@ import fxwrap
 from tests.fx_passes.test_attention_backward import ANY_SIZE, OPTIONS, _compiled, _double, _launched, _launches, _step
 from tests.fx_passes.test_recognize_attention import recognised
 from tests.lowering.planned_programs import check_graph, compared_with_evaluator, plan, printed_launch
+from tests.support.agreement import assert_as_exact
 
 BATCH, HEADS, GROUP, WIDTH = 2, 4, 2, 8
 
@@ -75,7 +76,7 @@ def test_kernels(form: Attention, kernels: int, dtype: torch.dtype) -> None:
     assert not planned.calls
     (result,) = planned.run([item.clone() for item in inputs])
     exact, eager = form(*_double(inputs)), form(*inputs)
-    assert (result.double() - exact).norm() <= 1.2 * (eager.double() - exact).norm() + 1e-6 * exact.norm()
+    assert_as_exact(result, eager, exact, slack=1e-6)
 
 
 @pytest.mark.parametrize("form", [_scaled, _shifted, _merged])

@@ -23,6 +23,7 @@ from fxwrap.fx_passes import FxPassContext, prepare_graph
 from fxwrap.fx_passes.attention.decoding import split_decoding_attention
 from fxwrap.lines import Launch
 from fxwrap.testing import assert_emitters_agree
+from tests.support.agreement import assert_as_exact
 
 attend = functional.scaled_dot_product_attention
 PARALLEL = Options(devices=[dataclasses.replace(CPU, massively_parallel=True)])
@@ -72,9 +73,8 @@ def test_error_is_that_of_eager(options: Options) -> None:
     results = torch.compile(_attend_all, backend=make_backend(options), fullgraph=True)(*inputs)
     expected = _attend_all(*[item.double() for item in inputs])
     for result, eager, exact in zip(results, _attend_all(*inputs), expected, strict=True):
-        error, eager_error = [torch.linalg.vector_norm(item.double() - exact) for item in (result, eager)]
         assert result.stride() == eager.stride()
-        assert error <= 1.2 * eager_error
+        assert_as_exact(result, eager, exact)
     assert not results[1][1, :, -1].any()
 
 
@@ -362,5 +362,4 @@ def test_gpu(batch: int, rows: int, keys: int, width: int) -> None:
     with torch.no_grad():
         result = torch.compile(run, backend="fxwrap", fullgraph=True, dynamic=False)(*inputs)
         eager, exact = run(*inputs), run(*[item.double() for item in inputs])
-    error, eager_error = [torch.linalg.vector_norm(item.double() - exact) for item in (result, eager)]
-    assert error <= 1.2 * eager_error
+    assert_as_exact(result, eager, exact)

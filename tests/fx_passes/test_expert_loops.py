@@ -32,6 +32,7 @@ from tests.fx_passes.expert_layers import (
     inputs_of,
     routed,
 )
+from tests.support.agreement import assert_as_exact
 
 _GROUPED = torch.ops.aten._grouped_mm.default
 _ON_HOST = torch.ops.fxwrap.grouped_matmul.default
@@ -64,9 +65,7 @@ def _loops(prepared: list[Any]) -> int:
 def _check(traced: Callable[..., Tensor], layer: nn.Module, inputs: tuple[Tensor, ...], known: bool = True) -> None:
     """Checks that results are as near to those of float64 as eager's are."""
     exact = routed(copy.deepcopy(layer).double(), known)(inputs[0].double(), inputs[1])
-    results = traced(*inputs), routed(layer, known)(*inputs)
-    errors = [float((result.double() - exact).norm() / exact.norm()) for result in results]
-    assert errors[0] <= 1.2 * errors[1] + 1e-6, errors
+    assert_as_exact(traced(*inputs), routed(layer, known)(*inputs), exact, slack=1e-6)
 
 
 _FORMS = [

@@ -20,6 +20,7 @@ from fxwrap import Options
 from fxwrap.lines import ExternCall
 from fxwrap.runtime import library, native, prepacked_weights
 from fxwrap.torch_compat import ConvolutionGeometry, fused_convolution
+from tests.support.agreement import assert_as_exact
 from tests.support.child_processes import child_environment, run_python
 from tests.support.frozen_operators import compiled_programs, count_conversions, extern_targets, use_python_operators
 from tests.support.garbage import freeze_heap
@@ -105,9 +106,7 @@ def test_frozen_convolutions_of_bfloat16() -> None:
     with torch.no_grad():
         programs, compiled = compiled_programs(model, x)
         assert extern_targets(programs[0]) == [CONVOLUTION] * 3
-        expected = copy.deepcopy(model).double()(x.double())
-        error, eager = [float((item.double() - expected).norm()) for item in (compiled(x), model(x))]
-        assert error <= 1.2 * eager
+        assert_as_exact(compiled(x), model(x), copy.deepcopy(model).double()(x.double()))
 
 
 @pytest.mark.parametrize("has_residual", [False, True])
@@ -129,7 +128,7 @@ def test_folded_batch_norms_of_bfloat16_are_as_exact_as_eager(has_residual: bool
     arguments = ([1, 1], [1, 1], [1, 1], 1, residual, "none", list(eager.stride()))
     result = torch.ops.fxwrap.frozen_convolution(image, weight, None, norm, 1e-5, *arguments)
     assert result.dtype is torch.bfloat16
-    assert (result.double() - exact).norm() <= 1.2 * (eager.double() - exact).norm()
+    assert_as_exact(result, eager, exact)
 
 
 def test_a_call_of_the_library_computes_what_follows_a_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,6 +386,7 @@ def test_operators_switch_to_the_bridge_when_it_is_compiled(monkeypatch: pytest.
 _WITHOUT_COMPILER = """
 import logging, torch, fxwrap
 from fxwrap.runtime.native import join_background
+from tests.support.agreement import assert_as_exact
 logging.basicConfig(level="INFO", format="%(name)s %(message)s")
 left, weight = torch.randn(20, 64), torch.randn(32, 64)
 for _ in range(2):

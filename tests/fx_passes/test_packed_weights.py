@@ -16,6 +16,7 @@ from fxwrap import Options
 from fxwrap.devices import CPU, CUDA, DeviceSpec
 from fxwrap.lines import ExternCall, Launch
 from fxwrap.torch_compat import FakeTensorMode
+from tests.support.agreement import assert_as_exact
 
 BF16 = torch.bfloat16
 INT8, INT4 = torch.ops.aten._weight_int8pack_mm.default, torch.ops.aten._weight_int4pack_mm.default
@@ -70,7 +71,7 @@ def test_few_rows_of_int8_weights_stay_a_call_where_the_library_is_fast() -> Non
         program = compiled(INT8, inputs, device)
         exact = inputs[0].double() @ inputs[1].double().t() * inputs[2].double()
         assert called(program) == calls
-        assert error(program(*inputs)[0], exact) <= 1.2 * error(INT8(*inputs), exact) + 1e-7
+        assert_as_exact(program(*inputs)[0], INT8(*inputs), exact, slack=1e-7)
     assert called(compiled(INT8, inputs, preserve_ops=(str(INT8),))) == {"_weight_int8pack_mm": 1}
 
 

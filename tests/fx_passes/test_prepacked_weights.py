@@ -16,6 +16,7 @@ import fxwrap
 from fxwrap import Options
 from fxwrap.devices import CPU
 from fxwrap.runtime import prepacked_weights
+from tests.support.agreement import assert_as_exact
 from tests.support.child_processes import child_environment, run_python
 from tests.support.frozen_operators import compiled_programs, count_conversions, extern_targets, use_python_operators
 from tests.support.garbage import freeze_heap
@@ -150,6 +151,7 @@ def test_converted_weights_are_freed_with_the_weight_and_limited_by_rows(monkeyp
 _SHARING = """
 import torch, fxwrap
 from tests.support.resident_memory import resident_bytes
+from tests.support.agreement import assert_as_exact
 left, size = torch.randn(1, 2048), 2048 * 2048 * 4
 for shares in (False, True):
     before = resident_bytes()
@@ -187,9 +189,7 @@ def test_the_library_adds_biases_to_its_accumulators(emitter: str) -> None:
     with torch.no_grad():
         compiled = fxwrap.compile_graph(torch.export.export(model, (x,)), options=options)
         assert extern_targets(compiled.program) == [BIASED, "aten.mm.default", BIASED]
-        expected = copy.deepcopy(model).double()(x.double())
-        error, eager = [float((item.double() - expected).norm()) for item in (compiled(x), model(x))]
-        assert error <= 1.2 * eager
+        assert_as_exact(compiled(x), model(x), copy.deepcopy(model).double()(x.double()))
 
 
 def test_a_library_without_the_dtype_adds_biases_as_eager_does() -> None:

@@ -27,6 +27,7 @@ from fxwrap.loop_ir import HALF_PRECISION
 from fxwrap.lowering.program import lower_with_coverage
 from fxwrap.testing import assert_emitters_agree
 from tests.lowering.planned_programs import STRICT, Planned, check_graph, compared_with_evaluator, plan, printed_launch
+from tests.support.agreement import assert_as_exact
 from tests.support.long_form import sample_size
 
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
@@ -522,8 +523,7 @@ def test_models(make_model: Callable[[], tuple[nn.Module, dict[str, Tensor], int
     result = planned.run([item.clone() for item in inputs.values()])[0]
     with torch.no_grad():
         eager, exact = model(**inputs)[0], model.double()(**_double(inputs))[0]
-    errors = [float((item.double() - exact).norm()) for item in (result, eager)]
-    assert errors[0] <= 1.2 * errors[1] + 1e-7 * float(exact.norm())
+    assert_as_exact(result, eager, exact, slack=1e-7)
 
 
 def _planned_model(model: nn.Module, inputs: dict[str, Tensor], route: str) -> Planned:

@@ -24,6 +24,7 @@ from fxwrap.lines import ExternCall, Launch
 from fxwrap.lowering.program import Lowered, lower_prepared
 from fxwrap.lowering.rules import RULES
 from tests.lowering.planned_programs import STRICT, plan
+from tests.support.agreement import assert_as_exact
 from tests.support.long_form import LONG
 
 GENERATED = Options(matmul_kernels="generated")
@@ -267,9 +268,8 @@ def test_slices_of_matmuls_beside_float64(dtype: torch.dtype, cpu_kernels: str) 
     compiled = fxwrap.compile_graph(make_fx(every_packed)(*operands), operands, options=options)
     exact = every_packed(*[item.double() for item in operands])
     for want, eager, result in zip(exact, every_packed(*operands), compiled(*operands), strict=True):
-        assert result.dtype is dtype and result.stride() == eager.stride()
-        allowed = 1.2 * (eager.double() - want).norm() + torch.finfo(dtype).eps * want.norm()
-        assert (result.double() - want).norm() <= allowed
+        assert result.stride() == eager.stride()
+        assert_as_exact(result, eager, want, slack=torch.finfo(dtype).eps)
 
 
 def concatenated(x: Tensor, weight: Tensor, cache: Tensor, rows: Tensor) -> Tensor:

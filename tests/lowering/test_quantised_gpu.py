@@ -17,6 +17,7 @@ from fxwrap.lines import ExternCall
 from fxwrap.loop_ir import FLOAT8
 from tests.lowering.test_float8 import quantised_rows
 from tests.printers.test_float8 import codes, floats
+from tests.support.agreement import assert_as_exact
 
 pytestmark = pytest.mark.gpu
 
@@ -30,10 +31,6 @@ def compiled(function: Callable[..., Any], inputs: list[Tensor], **options: Any)
 
 def called(program: fxwrap.Compiled) -> list[str]:
     return [line.target for line in program.program.lines() if isinstance(line, ExternCall)]
-
-
-def error(result: Tensor, exact: Tensor) -> float:
-    return float((result.double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("dtype", sorted(FLOAT8, key=str), ids=str)
@@ -77,7 +74,7 @@ def test_scaled_matmuls_are_as_exact_as_the_library(rows: int) -> None:
     program = compiled(product, inputs, matmul_kernels="generated")
     exact = (left.double() @ matrix.double().t()) * step.double() * scale.double()
     assert called(program) == []
-    assert error(program(*inputs)[0], exact) <= 1.2 * error(product(*inputs), exact)
+    assert_as_exact(program(*inputs)[0], product(*inputs), exact)
 
 
 @pytest.mark.parametrize("name", ["int8", "int8-packed", "int4", "int4-packed", "float8"])
@@ -89,7 +86,7 @@ def test_weights_are_dequantised_as_exactly_as_by_eager_mode(name: str) -> None:
         exact = case.reference(*wide)
         program = compiled(case.function, [*case.inputs], matmul_kernels="generated")
         assert called(program) == []
-        assert error(program(*case.inputs)[0], exact) <= 1.2 * error(case.function(*case.inputs), exact) + 1e-4
+        assert_as_exact(program(*case.inputs)[0], case.function(*case.inputs), exact, slack=1e-4)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 16])
@@ -104,7 +101,7 @@ def test_rows_of_int4_have_any_number_of_groups(rows: int, groups: int) -> None:
     exact = int4_linear(x.double(), weight, scale.double(), zero.double())
     assert called(program) == []
     for _ in range(2):
-        assert error(program(*inputs)[0], exact) <= 1.2 * error(int4_linear(*inputs), exact)
+        assert_as_exact(program(*inputs)[0], int4_linear(*inputs), exact)
 
 
 @pytest.mark.parametrize("groups", [16, 43, 64])
@@ -126,7 +123,7 @@ def test_one_row_of_int4_and_many_columns(groups: int, magnitude: float) -> None
         program = compiled(function, inputs)
         exact = function(*[item.double() if item.is_floating_point() else item for item in inputs])
         assert called(program) == [] and len(program.program.kernels) == 1
-        assert error(program(*inputs)[0], exact) <= 1.2 * error(function(*inputs), exact)
+        assert_as_exact(program(*inputs)[0], function(*inputs), exact)
         assert torch.equal(program(*inputs)[0], program(*inputs)[0])
 
 
@@ -140,4 +137,4 @@ def test_experts(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
         exact = case.reference(*[item.double() if item.is_floating_point() else item for item in case.inputs])
         program = compiled(case.function, [*case.inputs], matmul_kernels="generated")
         assert "aten._grouped_mm.default" not in called(program)
-        assert error(program(*case.inputs)[0], exact) <= 1.2 * error(case.function(*case.inputs), exact)
+        assert_as_exact(program(*case.inputs)[0], case.function(*case.inputs), exact)

@@ -19,6 +19,7 @@ from fxwrap.lines import Alloc, ExternCall, Launch
 from tests.devices.registration import on_abacus
 from tests.lowering.planned_programs import STRICT, plan
 from tests.lowering.test_matmul_fusion import GENERATED, lowered
+from tests.support.agreement import assert_as_exact
 
 ROWS, WIDTH, COLUMNS = 6, 40, 300
 
@@ -161,10 +162,9 @@ def assert_close(results: list[Tensor], operands: Inputs) -> None:
     """Errors beside float64 are at most 1.2 times eager's, but for the rounding of a result."""
     exact = every(*operands.real(torch.float64).all())
     for want, eager, result in zip(exact, every(*operands.all()), results, strict=True):
-        assert result.dtype is eager.dtype and result.shape == eager.shape
         if want.is_floating_point():
-            allowed = 1.2 * (eager.double() - want).norm() + torch.finfo(eager.dtype).eps * want.norm()
-            assert (result.double() - want).norm() <= allowed
+            assert_as_exact(result, eager, want, slack=torch.finfo(eager.dtype).eps)
+        assert result.dtype is eager.dtype and result.shape == eager.shape
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -24,6 +24,17 @@ ROUNDED = (torch.float32, *HALF)
 """Dtypes whose place float64 takes in references."""
 
 
+def assert_as_exact(result: Tensor, eager: Tensor, exact: Tensor, slack: float = 0.0) -> None:
+    """Checks that an error beside float64 is at most 1.2 times eager's, and a slack; prints both.
+
+    Errors are norms of differences; the slack is relative to the norm of the exact result.
+    """
+    assert result.dtype is eager.dtype and result.shape == eager.shape
+    error, eager_error = [float((item.double() - exact).norm()) for item in (result, eager)]
+    print(f"error {error:.2e}, eager's {eager_error:.2e}, of {float(exact.norm()):.2e}")
+    assert error <= 1.2 * eager_error + slack * float(exact.norm())
+
+
 def in_float64(module: GraphModule) -> GraphModule:
     """Returns a copy of a graph whose casts and new tensors are float64 where they are of another float dtype."""
     promoted = copy.deepcopy(module)
