@@ -126,13 +126,19 @@ def environment(device: torch.device) -> dict[str, object]:
     versions = {"torch": torch.__version__, "python": platform.python_version(), "triton": _package_version("triton")}
     compiler = _output(os.environ.get("CXX", "g++"), "-dumpfullversion", "-dumpversion")
     return {
-        "script": f"benchmarks/{Path(sys.argv[0]).name}",
+        "script": _script(),
         "arguments": _arguments(),
         "commit": _commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine,
         "versions": {**{name: text for name, text in versions.items() if text}, "g++": compiler},
     }
+
+
+def _script() -> str:
+    """Returns the path of the script that runs, in the repository."""
+    path = Path(sys.argv[0]).resolve()
+    return path.relative_to(REPOSITORY).as_posix() if path.is_relative_to(REPOSITORY) else f"benchmarks/{path.name}"
 
 
 def describe(facts: Mapping[str, object]) -> str:

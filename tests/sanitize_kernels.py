@@ -49,6 +49,9 @@ PATHS = (
 )
 """The tests that run by default: those of contractions, attention, quantised weights, scatters and launches."""
 
+_INTERNAL = "Internal Sanitizer Error"
+"""What the tool prints when it stops by itself; the CUDA calls after that fail."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -80,8 +83,9 @@ def run(tool: str, path: str, deadline: float) -> Run:
             text, _ = process.communicate()
     reports = sorted(set(re.findall(r"^=+ +((?:Invalid|Error|Race|Warning|Potential|Program hit)[^\n]*)", text, re.M)))
     tests = re.search(r"^\d+ (?:passed|failed|skipped|deselected)[^\n]*", text, re.M)
+    result = tests[0] if tests else "stopped before the end"
     row = {
-        "tool": tool, "tests of": path, "result": tests[0] if tests else "stopped before the end",
+        "tool": tool, "tests of": path, "result": "an internal error of the tool" if _INTERNAL in text else result,
         "reports": len(reports), "s": round(time.monotonic() - begin),
     }  # fmt: skip
     return Run(row, reports, text, bool(reports) or process.returncode not in (0, 5))

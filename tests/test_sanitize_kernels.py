@@ -14,7 +14,10 @@ from tests import sanitize_kernels
 TOOL = """#!/bin/sh
 for path; do true; done
 echo "4 passed, 2 deselected in 1.00s"
-case "$2 $path" in "memcheck wrong.py") echo "========= Invalid __global__ read of size 4 bytes"; exit 1;; esac
+case "$2 $path" in
+"memcheck wrong.py") echo "========= Invalid __global__ read of size 4 bytes"; exit 1;;
+"racecheck wrong.py") echo "========= Internal Sanitizer Error: no memory"; exit 1;;
+esac
 echo "========= ERROR SUMMARY: 0 errors"
 """
 
@@ -32,5 +35,7 @@ def test_reports_fail_a_run_and_are_recorded(tmp_path: Path, monkeypatch: pytest
     raw = {(row["tool"], row["tests of"]): item for row, item in zip(result["rows"], result["raw"], strict=True)}
     assert raw.pop(("memcheck", "wrong.py")) == ["Invalid __global__ read of size 4 bytes"]
     assert len(raw) == 3 and not any(raw.values())
+    stopped = [row["tests of"] for row in result["rows"] if row["result"] == "an internal error of the tool"]
+    assert stopped == ["wrong.py"]
     assert (tmp_path / "log").read_text().startswith("4 passed")
     assert sanitize_kernels.main(["--device", "cpu", "right.py"]) == 0
