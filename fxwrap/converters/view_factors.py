@@ -201,6 +201,7 @@ class FactorDivision:
 
 
 def magnitude(size: Size) -> Any:
+    """Returns a number by which sizes are compared: that of a symbolic size for sampled symbols."""
     return size if isinstance(size, int) else _sampled(size)
 
 

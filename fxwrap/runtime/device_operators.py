@@ -15,6 +15,7 @@ from fxwrap.runtime import devices, tensors
 
 
 def random_state_fake(device: torch.device) -> torch.Tensor:
+    """The fake of a generator's state: uint8 on the CPU. Raises DeviceError where its size is not known."""
     spec = registered_spec(device.type)
     if spec is None or spec.random_state_bytes is None:
         raise missing_function_error(device.type, "random_state")
@@ -22,10 +23,12 @@ def random_state_fake(device: torch.device) -> torch.Tensor:
 
 
 def set_random_state(state: torch.Tensor, device: torch.device) -> None:
+    """Sets the state of a device's default generator: uint8 on the CPU."""
     tensors.set_random_state(str(device), state)
 
 
 def exchange_random_state(generator: torch.Generator, device: torch.device) -> None:
+    """Exchanges the states of a generator and of a device's default one."""
     tensors.exchange_random_state(str(device), generator)
 
 
@@ -40,6 +43,7 @@ _DEVICE_GUARDS = _DeviceGuardStack()
 
 
 def enter_device(device: torch.device, stream: int = 0) -> None:
+    """Makes a device and one of its streams current on this thread, until `exit_device`."""
     make_enter_device(device, stream)()
 
 
@@ -56,6 +60,7 @@ def make_enter_device(device: torch.device, stream: int = 0) -> Callable[[], Non
 
 
 def exit_device(_device: torch.device, _stream: int = 0) -> None:
+    """Makes what was current before the last `enter_device` of this thread current again."""
     _DEVICE_GUARDS.guards.pop().__exit__(None, None, None)
 
 
@@ -79,10 +84,12 @@ def record_event(device: torch.device, stream: int, event: int = 0) -> torch.Ten
 
 
 def record_event_fake(_device: torch.device, _stream: int, _event: int = 0) -> torch.Tensor:
+    """The fake of an event: an empty tensor."""
     return torch.empty([0], dtype=torch.int64, device="cpu")
 
 
 def wait_event(event: torch.Tensor, device: torch.device, stream: int) -> None:
+    """Lets a stream wait for an event of `record_event`."""
     devices.wait_event(event.event, device, stream)  # type: ignore[attr-defined]
 
 
@@ -92,4 +99,5 @@ def synchronize(place: int) -> None:
 
 
 def synchronize_device(device: torch.device | None = None) -> None:
+    """Waits for all streams of a device, by default of the current one."""
     torch.accelerator.synchronize(device)

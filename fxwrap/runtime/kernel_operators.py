@@ -44,6 +44,10 @@ def cpp_kernel(
     numbers: Sequence[float],
     grid: Sequence[int],
 ) -> None:
+    """Launches a kernel, named by its hash, which reads `ins` and writes `outs`.
+
+    `sizes` and `numbers` are its scalar arguments, integers and floats. Raises ValueError for another number of them.
+    """
     registered = own_kernel(kernel)
     launch = find_launcher(kernel, find_language(registered.language))
     launch(tuple(grid), *ins, *outs, *order_scalar_arguments(registered.signature, sizes, numbers))
@@ -56,6 +60,7 @@ def _own_registered_kernel(kernel: str) -> None:
 
 
 def cpp_kernel_fake(kernel: str, _ins: object, *, outs: Sequence[torch.Tensor], **_keywords: object) -> None:
+    """The fake of a launch: its results are written."""
     _own_registered_kernel(kernel)
     tensors.increment_versions(outs)  # fake tensors remember the symbols of their items while they are not written
 
@@ -107,6 +112,7 @@ def cpp_kernel_functional_fake(
     device: torch.device,
     **_numbers: object,
 ) -> list[torch.Tensor]:
+    """The fakes of the results of `cpp_kernel_functional`."""
     _own_registered_kernel(kernel)
     return [
         torch.empty_strided(sizes, strides, dtype=dtype, device=device) if out is None
@@ -158,6 +164,7 @@ def _new_result(
 def cpp_kernel_functionalised(
     kernel: str, ins: Sequence[torch.Tensor], *, outs: Sequence[torch.Tensor], **numbers: Sequence[float]
 ) -> None:
+    """Launches a kernel on functional tensors, whose contents new results replace."""
     contents = [[torch_compat.unwrap_functional_tensor(tensor) for tensor in group] for group in (ins, outs)]
     device = contents[1][0].device if outs else torch.device("cpu")
     with torch_compat.exclude_functionalisation():

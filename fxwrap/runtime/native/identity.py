@@ -78,6 +78,7 @@ def interface_digest() -> str:
 
 @cache
 def kernel_header() -> str:
+    """Returns the text of the header of kernels, with those that it includes."""
     return "".join([(PROGRAM_HEADERS / name).read_text(encoding="utf-8") for name in KERNEL_HEADERS])
 
 
