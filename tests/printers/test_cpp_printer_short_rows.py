@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 
 import pytest
@@ -87,6 +88,41 @@ SCAN_CASES = [case for case in SCAN_CASES if case[0] != "logcumsumexp" or case[2
 UNEVEN_CASES = list(product((5, 7, 15, 16, 31, 37, 63, 65), DTYPES, (False, True)))
 
 
+def rows_with_gaps(length: int, dtype: torch.dtype, rows: int, form: str) -> Kernel:
+    """Rows with gaps times others, stored in rows without gaps.
+
+    Forms: "images" of rows; "gaps" between the rows of results, too; "in place", where these are also the operands;
+    "windows", which overlap; "bias", a number for each column; "scale", a number for each row.
+    """
+    body, image, row, column = KernelBuilder(), Axis("b", 3), Axis("i", rows), Axis("j", length)
+    outer, count = (as_index(image), 3 * rows) if form == "images" else (ZERO, rows)
+    at, extent = as_index(outer) * rows * length + as_index(row) * length + column, count * length
+    step = max(length - 2, 1) if form == "windows" else length + GAP
+    gapped, far = as_index(outer) * (rows * step) + as_index(row) * step + column, count * step + length
+
+    def load(name: str, index: Index) -> Scalar:
+        value = body.load(name, index, dtype)
+        return value.to(F32) if dtype in (BF16, torch.float16) else value
+
+    inputs, outputs = [Buffer("x", dtype, far)], [Buffer("out", dtype, extent)]
+    value = load("out" if form == "in place" else "x", gapped)
+    if form in ("bias", "scale"):
+        value = value + load("w", as_index(column if form == "bias" else row))
+        inputs.append(Buffer("w", dtype, length if form == "bias" else rows))
+    elif form != "in place":
+        value = value * load("y", at)
+        inputs.append(Buffer("y", dtype, extent))
+    if form in ("gaps", "in place"):
+        outputs = [Buffer("out", dtype, far)]
+    body.store("out", gapped if form in ("gaps", "in place") else at, (value + value).to(dtype))
+    axes = [image, row, column] if form == "images" else [row, column]
+    return body.finish(axes, [], [] if form == "in place" else inputs, outputs)
+
+
+GAP_FORMS = ("images", "gaps", "in place", "windows", "bias", "scale")
+GAP_CASES = list(product((2, 3, 4, 5, 10, 15, 17), DTYPES, (2, 37, 1000), GAP_FORMS))
+
+
 def few_channels(length: int, dtype: torch.dtype, rows: int, to_rows: bool) -> Kernel:
     """Images of few channels in another layout, scaled in float32, plus an image in the new layout, in place."""
     body, image, row, column = KernelBuilder(), Axis("b", 2), Axis("p", rows), Axis("c", length)
@@ -105,11 +141,23 @@ def few_channels(length: int, dtype: torch.dtype, rows: int, to_rows: bool) -> K
 CHANNEL_CASES = list(product((3, 4, 5, 8, 12, 15), DTYPES, (32, 37, 70, 128), (False, True)))
 BIAS_CASES = list(product((2, 3, 5, 10, 15, 17, 20, 31, 63), DTYPES, (1111, 2000), (False, True)))
 
+compiled_rows_with_gaps = compiled_together(rows_with_gaps)
 compiled_few_channels = compiled_together(few_channels)
 compiled_biased_rows = compiled_together(biased_rows)
 compiled_uneven_rows = compiled_together(uneven_rows)
 compiled_rows = compiled_together(rows_of)
 compiled_scans = compiled_together(lambda kind, length, dtype, rows: scans_of(kind, length, dtype))
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.usefixtures("compiled_rows_with_gaps")
+@pytest.mark.parametrize(("length", "dtype", "rows", "form"), GAP_CASES, ids=str)
+def test_short_rows_with_gaps_are_moved_to_blocks(length: int, dtype: torch.dtype, rows: int, form: str) -> None:
+    source = check(rows_with_gaps(length, dtype, rows, form))
+    are_moved = length < 5 or (length < 16 and dtype in (BF16, torch.float16))
+    if form != "scale" and (form != "bias" or rows == 1000):
+        assert ("load_rows<" in source) == are_moved
+        assert ("store_rows<" in source) == (are_moved and form in ("gaps", "in place"))
 
 
 @pytest.mark.sampled(4)
@@ -154,8 +202,9 @@ def test_rows_of_uneven_length_end_with_a_block_that_overlaps(length: int, dtype
 @pytest.mark.parametrize(("length", "dtype", "rows", "in_place"), BIAS_CASES, ids=str)
 def test_rows_that_repeat_values_are_one_long_row(length: int, dtype: torch.dtype, rows: int, in_place: bool) -> None:
     source = check(biased_rows(length, dtype, rows, in_place))
-    assert source.count("_table[start + i_] = ") == (3 if dtype in (BF16, torch.float16) else 2)
-    assert f"for (int64_t start = 0; start < {rows * length}; start += " in source
+    assert source.count("_table[start + j_] = ") == (3 if dtype in (BF16, torch.float16) else 2)
+    (blocks,) = re.findall(r"for \(int64_t i_ = 0; i_ < (\d+)", source)
+    assert int(blocks) * 256 <= rows * length + 4096, "each iteration computes a block of rows"
 
 
 @pytest.mark.parametrize("hindrance", ["few rows", "whole vectors", "long rows", "values of rows", "gaps"])

@@ -29,7 +29,7 @@ from fxwrap.printers.cpp.loop_plan import LoopPlan, decompose_reductions, make_l
 from fxwrap.printers.cpp.loops import LoopPrinter, PointwisePrinter
 from fxwrap.printers.cpp.matrix_contractions import MatrixContractionPrinter, is_matrix_contraction
 from fxwrap.printers.cpp.operations import CPP_TYPES, SYMBOL_TYPES
-from fxwrap.printers.cpp.repeated_rows import RepeatedRowPrinter, plan_repeated_rows
+from fxwrap.printers.cpp.row_blocks import RowBlockPrinter, plan_row_blocks
 from fxwrap.printers.cpp.rows import RowPrinter
 from fxwrap.printers.cpp.scans import ColumnPrinter, RowScanPrinter
 from fxwrap.printers.cpp.segments import split_transposed
@@ -103,9 +103,9 @@ def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments:
             return FactorContractionPrinter(plan, factors, writer, origin_comments)
         return ContractionPrinter(plan, contraction, writer, origin_comments)
     if not kernel.reduced:
-        rows = plan_repeated_rows(kernel)
+        rows = plan_row_blocks(kernel)
         if rows is not None:
-            return RepeatedRowPrinter(rows, writer, origin_comments)
+            return RowBlockPrinter(rows, writer, origin_comments)
         columns = plan_short_columns(plan)
         if columns is not None:
             return TransposedColumnPrinter(columns, writer, origin_comments)

@@ -200,3 +200,11 @@ inline void store_columns(const T* columns, int64_t distance, int count, T* rows
     }
   transpose(columns, distance, count, length, rows, stride);
 }
+
+// Moves rows of so many elements to a block of adjacent rows, and back.
+template <int length, class T> INLINE void load_rows(const T* from, int64_t stride, int64_t rows, T* to) {
+  for (int64_t row = 0; row < rows; ++row) __builtin_memcpy(to + row * length, from + row * stride, length * sizeof(T));
+}
+template <int length, class T> INLINE void store_rows(const T* from, int64_t rows, T* to, int64_t stride) {
+  for (int64_t row = 0; row < rows; ++row) __builtin_memcpy(to + row * stride, from + row * length, length * sizeof(T));
+}
