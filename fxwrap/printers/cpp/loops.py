@@ -464,6 +464,12 @@ class PointwisePrinter(LoopPrinter):
 
     def hoist(self, known: EmittedValues) -> None:
         """Writes the operands of the vectorised loop that do not depend on its axis."""
+        hoisted = self.lane_invariants(known)
+        conditions = [position for position in hoisted if self.statements.dtype(position) is torch.bool]
+        self.statements.write(hoisted, known, named=conditions)
+
+    def lane_invariants(self, known: EmittedValues) -> list[int]:
+        """Returns the operands of the vectorised loop that do not depend on its axis; makes tables of them known."""
         kernel = self.statements.kernel
         ends = [position for position, item in enumerate(kernel.operations) if isinstance(item, Store | DeviceAssert)]
         needed = kernel.backward_slice(ends, known)
@@ -472,9 +478,7 @@ class PointwisePrinter(LoopPrinter):
             if self.vector_axis not in table.axes and table.position in used:
                 known[table.position] = self.statements.declare(table.position, known[table.position])
         fixed = {item for item in needed if self.vector_axis not in self.kernel.value_axes[item]}
-        hoisted = sorted(self.frontier(needed, fixed))
-        conditions = [position for position in hoisted if self.statements.dtype(position) is torch.bool]
-        self.statements.write(hoisted, known, named=conditions)
+        return sorted(self.frontier(needed, fixed))
 
 
 def _converted(text: str, dtype: torch.dtype, result: torch.dtype) -> str:

@@ -24,6 +24,7 @@ from fxwrap.printers.cpp.factor_contractions import FactorContractionPrinter, pl
 from fxwrap.printers.cpp.few_columns import FewColumnPrinter, plan_few_columns
 from fxwrap.printers.cpp.few_rows_streaming import FewRowsPrinter, has_few_rows
 from fxwrap.printers.cpp.flat_rows import flatten_rows
+from fxwrap.printers.cpp.gathered_rows import GatheredRowPrinter, gathered_block
 from fxwrap.printers.cpp.grouped_columns import plan_grouped_columns
 from fxwrap.printers.cpp.loop_plan import LoopPlan, decompose_reductions, make_loop_plan
 from fxwrap.printers.cpp.loops import LoopPrinter, PointwisePrinter
@@ -112,6 +113,9 @@ def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments:
         printers = [_make_loop_printer(part, writer, origin_comments) for part in split_transposed(plan)]
         if printers:
             return _PartsPrinter(plan, printers, writer, origin_comments)
+        block = gathered_block(plan)
+        if block:
+            return GatheredRowPrinter(plan, block, writer, origin_comments)
         return PointwisePrinter(plan, writer, origin_comments)
     if kernel.reduces_in_steps:
         parts = find_streaming_reduction(kernel)
