@@ -17,6 +17,9 @@ cached. With `--seconds`, what begins later is left out. Columns:
 - kernels: kernels of a token, in a profile (GPUs).
 - error: norm(difference) / norm of the logits, against the same weights and caches in float64.
 
+On GPUs, "reads alone" are a chain of launches that only read what a token reads: what a program of so many launches
+could reach if it computed nothing.
+
 A second table has the kernels of each side: their number and time in a token, and for those of fxwrap the bytes of
 their tensors over their time, as a part of the copy's (GPUs).
 """
@@ -44,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import fxwrap
 from benchmarks.decoding_models import WEIGHTS, Decoder, build_model, weight_bytes
+from benchmarks.decoding_reads import Reads, reads_of_token
 from benchmarks.measure_kernels import (
     Contender,
     first_line,
@@ -80,7 +84,7 @@ Decode = Callable[[Tensor], tuple[Tensor, Tensor]]
 MATMUL = re.compile(r"gemm|gemv|cutlass|cublas|nvjet|splitk|(^|_)(addmm|bmm|mm|mv|matmul|contraction)(_|\d|$)", re.I)
 """Kernels that compute matmuls, by their names."""
 
-_COPY = "copy"
+_COPY, _READS = "copy", "reads alone"
 _MAX_COPIED_BYTES = 1 << 30
 _PROFILED_TOKENS = 5
 
@@ -208,11 +212,14 @@ def measure(chosen: argparse.Namespace, case: Case, report: Report, kernel_repor
     target = torch.empty_like(source)
     contenders[_COPY] = Contender(lambda: target.copy_(source), 1)
     contenders[_COPY].run()
+    if chosen.device.type == "cuda":
+        reads = reads_of_token(model)
+        contenders[_READS] = Contender(partial(Reads(reads, chosen.device).run, chosen.calls), chosen.calls)
     times = interleaved_host_times(contenders, chosen.rounds, chosen.device)
     bandwidth = 2 * source.nbytes / times[_COPY].median
     others = [name for name in chosen.sides if name.startswith("inductor")]
-    for name, decode in sides.items():
-        profile = None if kernel_report is None else profile_kernels(decode, tokens)
+    for name in [name for name in contenders if name != _COPY]:
+        profile = None if kernel_report is None or name == _READS else profile_kernels(sides[name], tokens)
         median = times[name].median
         row: Row = {
             **case.row, "side": name, "us": round(1e6 * median, 1), "tokens/s": round(case.batch / median),
@@ -220,8 +227,8 @@ def measure(chosen: argparse.Namespace, case: Case, report: Report, kernel_repor
             "bandwidth": round(bytes_read / median / bandwidth, 3),
             "matmuls": round(bytes_read / profile.matmul_seconds / bandwidth, 3)
             if profile is not None and profile.matmul_seconds else None,
-            "kernels": None if profile is None else round(sum(profile.counts.values())),
-            "error": errors[name],
+            "kernels": len(reads) if name == _READS else round(sum(profile.counts.values())) if profile else None,
+            "error": errors.get(name),
         }  # fmt: skip
         report.add(row, {"seconds": times[name].samples, "copy": times[_COPY].samples, "bytes": source.nbytes})
         if profile is not None and kernel_report is not None:

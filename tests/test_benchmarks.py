@@ -18,6 +18,8 @@ from benchmarks import distributed, kernel_resources
 from benchmarks.dashboard import Dashboard, order_of, parsed_arguments
 from benchmarks.dashboard_rows import RowFile, is_complete, table_cells
 from benchmarks.dashboard_tables import details, inductor_side, summary, worst
+from benchmarks.decoding_models import Decoder, weight_bytes
+from benchmarks.decoding_reads import reads_of_token
 from benchmarks.distributed import uncovered, without_waits
 from benchmarks.flex_attention import Case, Sizes, run_cases
 from benchmarks.results import FOLDER, Report, cell_text
@@ -249,6 +251,16 @@ def test_dashboard_arguments(arguments: list[str], message: str, capsys: pytest.
     with pytest.raises(SystemExit):
         parsed_arguments(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_launches_that_only_read_have_all_bytes_of_a_token() -> None:
+    """The weights, without the embedding, and the keys and values up to the token's position, once each."""
+    sizes = {"width": 64, "hidden": 96, "heads": 4, "key_heads": 2, "vocabulary": 50, "layers": 2, "batch": 3}
+    model = Decoder(argparse.Namespace(**sizes, length=16, ranks=1, top=0))
+    reads = reads_of_token(model)
+    cached = 2 * 3 * (16 // 2 + 1) * 2 * 16 * 4
+    assert sum(reads) == weight_bytes(model) + 2 * cached
+    assert len(reads) == 2 * 9 + 2 and reads[3] == cached and reads[7] == 2 * 64 * 96 * 4
 
 
 def test_cases_of_flex_attention_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
