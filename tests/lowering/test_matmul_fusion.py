@@ -322,6 +322,19 @@ def normalised(x: Tensor, scale: Tensor, first: Tensor, second: Tensor) -> list[
     return [functional.silu(functional.linear(y, first)) * functional.linear(y, second)]
 
 
+@pytest.mark.parametrize(
+    ("rows", "is_parallel", "launches"), [(64, True, 1), (512, True, 2), (512, False, 1)], ids=["few", "many", "cpu"]
+)
+def test_operands_that_many_rows_read_are_cast_before(rows: int, is_parallel: bool, launches: int) -> None:
+    """Each tile of the matmul would load and cast float32 weights again, as those of logits under autocast."""
+    operands = [torch.randn(rows, 32).bfloat16(), torch.randn(600, 32)]
+    options = GENERATED.replace(devices=[dataclasses.replace(CPU, massively_parallel=is_parallel)])
+    planned = plan(make_fx(lambda x, w: functional.linear(x, w.bfloat16()))(*operands), operands, options)
+    matmul = list(planned.kernels.values())[-1]
+    assert len(planned.launches) == launches
+    assert {item.dtype for item in matmul.inputs} == {torch.bfloat16, *([torch.float32] if launches == 1 else [])}
+
+
 @pytest.mark.parametrize(("rows", "is_parallel"), [(1, True), (5, True), (5, False)])
 def test_several_normalised_rows_are_computed_once(rows: int, is_parallel: bool) -> None:
     """By the kernel of their statistics, where each tile of columns would otherwise compute them again."""

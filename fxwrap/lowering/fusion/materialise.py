@@ -38,6 +38,8 @@ _CACHED_INSTRUCTIONS_PER_BYTE = 1.5
 """The instructions in the time to read a byte that an iteration beside it has read."""
 _MAX_MOVED_COST = 24
 """The instructions of an element that a kernel may compute at other places of its iterations."""
+_MIN_NARROWED_READS = 512
+"""The reads of each element by a matmul from which on a narrower copy of its operand pays off."""
 _MIN_STENCIL_READS = 3
 """An iteration that reads so many elements of one tensor counts as that many consumers."""
 _MAX_INLINE_DEPTH = 40
@@ -167,6 +169,7 @@ class _MaterialisationPlanner:
         widest = max([self._iterations(consumer) for consumer in consumers], default=elements)
         if widest > 2 * elements:
             is_repeated = self._is_lookup_table(use, plan, widest / elements) or self._is_normalised_operand(use, plan)
+            is_repeated = is_repeated or self._is_narrowed_operand(use, plan, widest / elements)
             return cost <= _CHEAP_BROADCAST and not is_repeated
         if len(consumers) <= 1 and use.max_reads_per_iteration < _MIN_STENCIL_READS:
             return True
@@ -399,6 +402,20 @@ class _MaterialisationPlanner:
             isinstance(item, Reduced) and (self._count(item.source.reduced) < elements or has_byte_weights(item))
             for item in consumers
         )
+
+    def _is_narrowed_operand(self, use: DefUse, plan: DefinitionPlan, reads_per_element: float) -> bool:
+        """Whether only matmuls read a definition, often, and it is narrower than a tensor that it is computed from.
+
+        Each tile of a matmul would load the wider elements again, and convert them between two copies to shared memory.
+        """
+        spec = self.specs.get(plan.definition.device.type)
+        if spec is None or not spec.massively_parallel or reads_per_element < _MIN_NARROWED_READS:
+            return False
+        elements, itemsize = self._count(plan.definition.sizes), plan.definition.dtype.itemsize
+        is_narrower = any(
+            other.dtype.itemsize > itemsize and self._count(other.sizes) >= elements for other in plan.reads
+        )
+        return is_narrower and all(item.definition in self.matmuls for item in self.consumers[use.definition])
 
     def _is_matmul_epilogue(self, use: DefUse, plan: DefinitionPlan, elements: int) -> bool:
         """Whether a definition maps a matmul's results, which nothing else reads, one to one, but a consumer does not.
