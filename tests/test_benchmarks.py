@@ -295,8 +295,8 @@ def test_resources_of_kernels_are_those_of_the_gpus_code() -> None:
 
 @pytest.mark.parametrize(
     "case",
-    ["flex-attention-128", "experts-prefill",
-     *[pytest.param(name, marks=pytest.mark.long) for name in ("flex-attention-64", "matmul-4096")]],
+    ["flex-attention-128", "attention-128", "experts-prefill",
+     *[pytest.param(name, marks=pytest.mark.long) for name in ("flex-attention-64", "attention-64", "matmul-4096")]],
 )  # fmt: skip
 def test_matrix_instructions_overlap(case: str) -> None:
     kernels = kernel_resources.compile_case(kernel_resources.CASES[case]).program.kernels

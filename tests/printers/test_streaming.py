@@ -152,24 +152,51 @@ def test_products_that_end_with_their_step(branches: bool) -> None:
 
 
 def test_scores_of_half_precision() -> None:
-    """Final factors of scores are part of the exponentials' unit, and a distance is the difference of two floats."""
+    """Final factors of scores are part of the exponentials' unit; a distance under a cap is a difference of floats."""
     for cap, factor in ((0.0, 1.0), (20.0, 20.0)):
         source = _check_triton(attention_kernel(rows=35, keys=40, dtype=torch.float16, cap=cap))
         assert f"unit = tl.full((), {1.4426950408889634 * factor}, tl.float32)" in source
-        assert "bitcast=True) - tl.cast(" in source
+        assert ("bitcast=True) - tl.cast(" in source) == (cap > 0)
         assert "* tl.div_rn(1.0, " in source
         body = source.partition("for step in")[2]
-        assert body.count("tl.fma(") == 2 * (2 if cap else 1)
+        assert body.count("tl.fma(") == 2 * 2
 
 
 def test_distances_of_computed_positions_are_differences_of_floats() -> None:
     """Those of queries that are the last positions, unless the positions may be negative or exceed 2**22."""
-    sources = [_check_triton(attention_kernel(rows=35, keys=70, dtype=torch.float16, offset=35))]
+    sources = [_check_triton(attention_kernel(rows=35, keys=70, dtype=torch.float16, offset=35, cap=20.0))]
     configuration = StreamingConfiguration(row_block=16, key_block=16)
     for offset in (-1, 1 << 22):
-        kernel = attention_kernel(rows=35, keys=70, dtype=torch.float16, offset=offset)
+        kernel = attention_kernel(rows=35, keys=70, dtype=torch.float16, offset=offset, cap=20.0)
         sources.append(print_triton(kernel, configuration).source)
     assert ["bitcast=True) - tl.cast(" in source for source in sources] == [True, False, False]
+
+
+@pytest.mark.parametrize("hoists", [True, False])
+@pytest.mark.parametrize("branches", [True, False])
+@pytest.mark.parametrize("offset", [0, -40, 3000])
+def test_linear_biases_of_half_precision(hoists: bool, branches: bool, offset: int) -> None:
+    """A bias that is linear in the key is that of a block's first key, and a multiple of the distance from it."""
+    configuration = StreamingConfiguration(row_block=16, key_block=16, branches=branches, hoists_distances=hoists)
+    kernel = attention_kernel(rows=35, keys=70, dtype=torch.float16, offset=offset)
+    body = _check_triton(kernel, configuration).partition("for step in")[2]
+    loops = 1 if branches else 2
+    assert body.count("first_bias = ") == body.count("unit + first_bias)") == loops
+    assert body.count("bitcast=True) - tl.cast(tl.cast(first_key, ") == (0 if hoists else loops)
+
+
+def test_linear_biases_of_gradients() -> None:
+    """Exponents of such scores are a multiple of products, and values of rows and of streamed positions."""
+    source = _check_triton(gradient_kernel(queries=35, keys=20, dtype=torch.float16, slope=0.25))
+    assert "exp = tl.exp2(tl.fma(tl.broadcast_to(products_" in source
+
+
+def test_other_biases_are_added_to_each_score() -> None:
+    """Those that are no products of an integer, those of scores in which a number may mask rows, those of float32."""
+    quadratic = attention_kernel(rows=35, keys=40, dtype=torch.float16, power=2)
+    lowest = attention_kernel(rows=35, keys=40, dtype=torch.float16, masked=-1e38)
+    for kernel in (quadratic, lowest, attention_kernel(rows=35, keys=40)):
+        assert "first_bias" not in _check_triton(kernel)
 
 
 def test_soft_caps_of_half_precision_have_no_branches() -> None:
@@ -340,11 +367,16 @@ def test_configurations_follow_from_the_form_of_a_kernel() -> None:
     half = [attention_kernel(rows=rows, keys=512, width=64, dtype=torch.float16) for rows in (4, 512)]
     decoding, prefill = [streaming_configurations(kernel, int) for kernel in half]
     assert decoding[0].row_block == 16 and not (decoding[0].branches or decoding[0].splits)  # a loop waits at its end
-    assert prefill[0].max_registers and not prefill[0].branches and prefill[-1].branches  # it has a bias
-    wide = attention_kernel(rows=512, keys=512, width=128, dtype=torch.float16)  # with a bias
+    assert prefill[0].max_registers and prefill[0].branches and not prefill[-1].branches
+    sizes: dict[str, Any] = {"rows": 512, "keys": 512, "dtype": torch.float16}
+    wide = attention_kernel(width=128, **sizes, power=2)  # its bias is not linear
     default, *_, one_loop = streaming_configurations(wide, int)
     assert (default.branches, default.waits, one_loop.branches, one_loop.waits) == (False, False, True, True)
-    assert not any(item.waits for item in prefill)  # scores and sums of narrow heads leave registers
+    narrow = streaming_configurations(attention_kernel(width=64, **sizes, cap=20.0), int)
+    assert not any(item.waits for item in narrow)  # scores and sums of narrow heads leave registers
+    assert prefill[0].waits and prefill[0].hoists_distances  # but not with the distances of keys
+    gradients = gradient_kernel(queries=512, keys=512, width=64, columns=64, dtype=torch.float16)
+    assert streaming_configurations(gradients, int)[0].hoists_distances
     assert not any(item.max_registers for item in streaming_configurations(attention_kernel(rows=512, keys=512), int))
 
 

@@ -19,10 +19,11 @@ Mask: TypeAlias = Callable[[KernelBuilder, Axis, Axis], Scalar]
 def attention_kernel(
     heads: int = 2, rows: int = 20, keys: int = 35, width: int = 5, columns: int = 3, dtype: torch.dtype = F32,
     cap: float = 0.0, mask: Mask | None = None, masked: float = -math.inf, offset: int = 0,
+    power: int = 1,
 ) -> Kernel:  # fmt: skip
     """Returns causal attention with a linear bias, which stores the output and the log-sum-exp of each row.
 
-    For the bias, rows are at the positions from `offset` on.
+    For the bias, rows are at the positions from `offset` on; it is a power of the distance.
 
     With a cap, the scores are cap * tanh((score / 2 + bias) / cap). `mask` is another mask, of the kernel, row and key,
     which may load from `position`, int64 of each row; other scores are `masked`.
@@ -36,6 +37,8 @@ def attention_kernel(
     (score,) = body.reduce("sum", query * other, [inner])
     at = body.index(row) + offset if offset else body.index(row)
     bias = body.load("slopes", as_index(head), computes) * (body.index(key) - at).to(computes)
+    for _ in range(1, power):
+        bias = bias * (body.index(key) - at).to(computes)
     biased = ((score * 0.5 + bias) / cap).tanh() * cap if cap else score + bias
     visible = body.index(row) >= body.index(key) - 2 if mask is None else mask(body, row, key)
     scores = visible.where(biased, masked)
@@ -57,11 +60,13 @@ def attention_kernel(
 
 
 def gradient_kernel(
-    groups: int = 2, queries: int = 35, keys: int = 20, width: int = 5, columns: int = 3, dtype: torch.dtype = F32
-) -> Kernel:
+    groups: int = 2, queries: int = 35, keys: int = 20, width: int = 5, columns: int = 3, dtype: torch.dtype = F32,
+    slope: float = 0.0,
+) -> Kernel:  # fmt: skip
     """Returns the gradients of the keys and values of causal attention, whose rows are keys.
 
     It streams the query heads of a group and their queries; the log-sum-exp and the terms of each query are inputs.
+    Scores have a linear bias if there is a `slope`.
     """
     body = KernelBuilder()
     head, row, column, value_column = Axis("p0", 2), Axis("p1", keys), Axis("p2", width), Axis("p3", columns)
@@ -77,7 +82,10 @@ def gradient_kernel(
 
     (score,) = body.reduce("sum", load("key", head, row, inner) * load("query", head, group, query, inner), [inner])
     mask = body.index(query) >= body.index(row) - 2
-    weights = mask.where((score * 0.25 - load("logsumexp", head, group, query)).exp(), 0.0)
+    score = score * 0.25
+    if slope:
+        score = score + (body.index(row) - body.index(query)).to(computes) * slope
+    weights = mask.where((score - load("logsumexp", head, group, query)).exp(), 0.0)
     grad_out = load("grad_out", head, group, query, value_inner)
     (grad_weights,) = body.reduce("sum", load("value", head, row, value_inner) * grad_out, [value_inner])
     grad_scores = weights * (grad_weights - load("terms", head, group, query))

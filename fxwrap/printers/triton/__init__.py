@@ -14,8 +14,8 @@ The way of a kernel, by module:
      `group_blocks.py` for rows in groups; `group_sums.py` and its variants `row_group_sums.py` and `fragment_sums.py`
      for sums of groups of quantised weights, on `fragment_blocks.py`, `fragment_operands.py`, `fragment_digits.py` and
      `fragment_loads.py`;
-   - streaming reductions: `streaming.py`, on the values of `streaming_values.py`, the blocks of `blocks.py` and the
-     stores of `streaming_results.py`.
+   - streaming reductions: `streaming.py`, on the values of `streaming_values.py`, forms of scores that
+     `streaming_scores.py` finds, the blocks of `blocks.py` and the stores of `streaming_results.py`.
 
    All extend `kernel_writer.KernelWriter`, which has the lines, names and parameters, and use `operations.py` for
    arithmetic, `reductions.py`, `narrow_indices.py`, `fast_math.py` for its precision, and `helpers.py` with

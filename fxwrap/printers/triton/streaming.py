@@ -31,7 +31,8 @@ from fxwrap.printers.triton.kernel_text import TritonKernelText
 from fxwrap.printers.triton.operations import TRITON_DTYPES, literal_text
 from fxwrap.printers.triton.streaming_configuration import MIN_DOT, row_blocks
 from fxwrap.printers.triton.streaming_results import StreamingResultPrinter
-from fxwrap.printers.triton.streaming_values import LOG2_E, LOWEST, BlockRange
+from fxwrap.printers.triton.streaming_scores import LOWEST, LinearBias, find_linear_bias
+from fxwrap.printers.triton.streaming_values import LOG2_E, BlockRange
 from fxwrap.printers.triton.tiling import StreamingConfiguration
 from fxwrap.symbolic import ceiling_divide, product
 
@@ -363,6 +364,8 @@ class StreamingTritonPrinter(StreamingResultPrinter):
         low that these might overflow: weights of such rows are 1 or 0 in any unit.
         """
         units: list[float] = []
+        self.linear_bias = self._common_linear_bias()
+        bias = self.write_linear_bias(softmax.scores, scope)
 
         def scores(scope: Scope) -> None:
             self._matrix("scores", self.score_text(softmax.scores, scope), float("-inf"), scope)
@@ -382,10 +385,11 @@ class StreamingTritonPrinter(StreamingResultPrinter):
                 self.line(f"row_unit = tl.where(maxima * scale < {LOWEST}, scale, unit)")
                 self.line("next_largest = tl.maximum(largest, maxima * row_unit)")
             else:
-                self.line("next_largest = tl.maximum(largest, tl.max(scores, 1, keep_dims=True) * unit)")
+                maxima = "tl.max(scores, 1, keep_dims=True) * unit"
+                self.line(f"next_largest = tl.maximum(largest, {f'{maxima} + {bias}' if bias else maxima})")
             self.line('shift = tl.where(next_largest == float("-inf"), 0.0, next_largest)')
             self.line("factor = tl.exp2(largest - shift)")
-            self.line(f"weights = tl.exp2({self.fma('scores', unit, '-shift')})")
+            self.line(f"weights = tl.exp2({self.fma('scores', unit, f'{bias} - shift' if bias else '-shift')})")
         else:  # one operation more, and more accurate for large scores
             self.line("next_largest = tl.maximum(largest, tl.max(scores, 1, keep_dims=True))")
             self.line('shift = tl.where(next_largest == float("-inf"), 0.0, next_largest)')
@@ -395,6 +399,14 @@ class StreamingTritonPrinter(StreamingResultPrinter):
         for item in self.parts.sums:
             name = f"sum_{item.position}"
             self.line(f"{name} = {name} * factor + tl.sum(weights, 1, keep_dims=True)")
+
+    def _common_linear_bias(self) -> LinearBias | None:
+        """Returns the linear bias that the scores of partial and of full blocks of a loop have."""
+        if not self.is_half or self.may_overflow:
+            return None
+        conditions = [{}] if self.branch is None else [self.branch.full, self.branch.partial]
+        first, *others = {find_linear_bias(assume(self.kernel, item), self.parts) for item in conditions}
+        return None if others else first
 
     def _write_weights(self, position: int, scope: Scope, loaded: dict[int, str]) -> None:
         """Prints weights that no maximum shifts, and the products that they are computed from."""

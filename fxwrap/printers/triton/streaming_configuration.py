@@ -26,6 +26,7 @@ from fxwrap.loop_ir import (
 )
 from fxwrap.printers.triton.accesses import Hint
 from fxwrap.printers.triton.shared_memory import fitting
+from fxwrap.printers.triton.streaming_scores import find_linear_bias
 from fxwrap.printers.triton.tiling import StreamingConfiguration, next_power_of_2
 from fxwrap.symbolic import product
 
@@ -47,7 +48,8 @@ def streaming_configurations(
     width = next_power_of_2(max(hint(count_points(item.axes)) for item in parts.products))
     matrices = min(max(len(parts.products) + len(parts.weighted_sums), 2), 4)
     is_half = _has_half_factors(kernel, parts)
-    biases = _biases(kernel, parts)
+    linear = find_linear_bias(parts.kernel, parts) if is_half else None
+    biases = _biases(kernel, parts, frozenset() if linear is None else linear.positions)
     is_uneven = is_half and _rows_are_uneven(kernel, parts)
     table = (_UNEVEN if is_uneven else _HALF if is_half else _SINGLE)[matrices]
     if is_half and matrices == 2 and rows <= _FEW_ROWS:
@@ -64,6 +66,7 @@ def streaming_configurations(
             num_stages=min(stages, -(-positions // k)) if table is _DECODING else stages,
             max_registers=registers,
             branches=branches,
+            hoists_distances=_hoists_distances(matrices, width, parts),
             splits=rows > _FEW_ROWS,
             half_products=not interpreted,
         )
@@ -79,7 +82,7 @@ def streaming_configurations(
     other = [replace(first, branches=not branches), replace(first, band=band)] if is_half else []
     every = list(dict.fromkeys([*candidates, *other]))
     if parts.softmax is not None:
-        every = [replace(item, waits=_waits(item, width)) for item in every]
+        every = [replace(item, waits=_waits(item, width, linear is not None)) for item in every]
     return tuple(fitting(every, partial(_shared_bytes, kernel, parts, hint), _smaller, spec))
 
 
@@ -93,15 +96,28 @@ def _has_one_loop(matrices: int, width: int, has_bias: bool, parts: StreamingRed
     return not has_bias or (parts.visit_bound is not None and (width <= 64 or width == 256))
 
 
-def _waits(configuration: StreamingConfiguration, width: int) -> bool:
+def _hoists_distances(matrices: int, width: int, parts: StreamingReduction) -> bool:
+    """Whether registers of all steps have the distances of a linear bias, by matrices of a step.
+
+    Lists of blocks have more values in registers, whose number is limited, and more of them would leave fewer programs
+    beside each other that compute gradients of narrow queries.
+    """
+    if matrices == 2:
+        return parts.visit_bound is None
+    return matrices != 3 or width > 64
+
+
+def _waits(configuration: StreamingConfiguration, width: int, has_linear_bias: bool) -> bool:
     """Whether sums, scores and weights of a thread leave too few registers for all else.
 
+    The steps of a linear bias are numbers of each streamed position that a thread has in a row.
     ptxas then executes the matrix instructions of two steps one by one. Two loops, whose scores have a bias, are not
     faster without that: they compute scores longer than products.
     """
     rows, keys = configuration.row_block, configuration.key_block
     elements = rows * width + rows * keys + rows * keys // 2
     free = configuration.max_registers - elements // (configuration.num_warps * WARP_LANES)
+    free -= keys // _LANES_OF_A_ROW if has_linear_bias else 0
     return configuration.branches and configuration.max_registers > 0 and free < _FEWEST_REGISTERS
 
 
@@ -197,10 +213,10 @@ def _has_half_factors(kernel: Kernel, parts: StreamingReduction) -> bool:
     return isinstance(source, Load) and source.dtype in HALF_PRECISION
 
 
-def _biases(kernel: Kernel, parts: StreamingReduction) -> list[Operation]:
+def _biases(kernel: Kernel, parts: StreamingReduction, linear: frozenset[int]) -> list[Operation]:
     """Returns numbers of each row and streamed position that no product is part of, which take registers.
 
-    Those that a condition selects from constants are masks.
+    Those that a condition selects from constants are masks. No element is computed of the `linear` ones.
     """
     computed, masks = {item.position for item in parts.products}, set[int]()
     widths = {axis for item in parts.products for axis in item.axes}
@@ -212,7 +228,11 @@ def _biases(kernel: Kernel, parts: StreamingReduction) -> list[Operation]:
         elif isinstance(operation, Constant) or (is_selected and masks.issuperset(operands(operation)[-2:])):
             masks.add(position)
         elif isinstance(operation, Compute | Load) and operation.dtype.is_floating_point:
-            if block <= kernel.value_axes[position] and widths.isdisjoint(kernel.value_axes[position]):
+            if (
+                position not in linear
+                and block <= kernel.value_axes[position]
+                and widths.isdisjoint(kernel.value_axes[position])
+            ):
                 biases.append(operation)
     return biases
 
@@ -228,6 +248,9 @@ _FEW_VISITS = 16
 
 _FEWEST_REGISTERS = 32
 """Registers for addresses, statistics and masks, without which the products of two steps do not overlap."""
+
+_LANES_OF_A_ROW = 4
+"""Lanes of a warp that share a row of a product of tensor cores."""
 
 _FEW_ROWS = 32
 """Rows that fill no block: queries of a decoding step."""

@@ -7,7 +7,8 @@ import torch
 from fxwrap.loop_ir import Axis, Constant, KernelError, Store, Update, operands
 from fxwrap.printers.triton.blocks import Scope
 from fxwrap.printers.triton.schedule import ATOMIC_DTYPES, atomic_text
-from fxwrap.printers.triton.streaming_values import LOWEST, StreamingValuePrinter
+from fxwrap.printers.triton.streaming_scores import LOWEST
+from fxwrap.printers.triton.streaming_values import StreamingValuePrinter
 
 
 class StreamingResultPrinter(StreamingValuePrinter):

@@ -11,7 +11,7 @@ hyperbolic tangents of scores are computed without branches, to a few units in t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,7 +23,6 @@ from fxwrap.loop_ir import (
     Axis,
     AxisBound,
     Compute,
-    Constant,
     Kernel,
     KernelError,
     Load,
@@ -35,13 +34,18 @@ from fxwrap.loop_ir import (
 from fxwrap.printers.triton.blocks import BlockPrinter, Scope
 from fxwrap.printers.triton.operations import TRITON_DTYPES, safe_reciprocal
 from fxwrap.printers.triton.streaming_configuration import MIN_DOT, streaming_parts
+from fxwrap.printers.triton.streaming_scores import (
+    LinearBias,
+    constant_of,
+    linear_addition,
+    masked_score,
+    may_be_lowest,
+    scaled_score,
+)
 from fxwrap.printers.triton.tiling import StreamingConfiguration, next_power_of_2
 
 LOG2_E = 1.4426950408889634
 """The factor of numbers whose power of 2 is the exponential."""
-
-LOWEST = -5e37
-"""Maxima of scores below are those of rows that a large negative number masks; times `LOG2_E` they might overflow."""
 
 _FLOAT_BITS, _SHORT_INDEX = 0x4B000000, 1 << 22
 """The bits of 2**23 as float32, and a limit of indices that leaves as much for rows and keys of incomplete blocks."""
@@ -94,6 +98,7 @@ class StreamingValuePrinter(BlockPrinter):
         self.outer = [axis for axis in kernel.axes if axis != parts.row and axis not in parts.columns]
         self.leading, self.streamed = parts.axes[:-2], parts.axes[-2:]
         self.limits: dict[AxisBound, str] = {}
+        self.linear_bias: LinearBias | None = None
         self._patterns: dict[Operation, int] = {}
 
     # --- bounds -----------------------------------------------------------------------------------------------------
@@ -220,70 +225,73 @@ class StreamingValuePrinter(BlockPrinter):
     def score_text(self, position: int, scope: Scope) -> str:
         """Prints scores, in half precision but for final multiplications by positive constants; returns the text.
 
-        `score_unit` is the factor from the text to units in which the weight is a power of 2.
+        `score_unit` is the factor from the text to units in which the weight is a power of 2. A linear bias is that of
+        the position in its block: `write_linear_bias` prints the rest.
         """
-        scaled, masked = self._scaled(position), self._masked(position)
+        scaled, masked, bias = self._scaled(position), masked_score(self.kernel, position), self.linear_bias
         if self.is_half and masked is not None:
             condition, inside = masked
             text = self.score_text(inside, scope)
             return f'tl.where({self.element_text(condition, scope)}, {text}, float("-inf"))'
+        if bias is not None and bias.is_added(self.kernel, position):
+            return self.fma("steps", "slope", self.score_text(bias.scores, scope))
         return self.element_text(position, scope) if scaled is None else self.score_text(scaled[0], scope)
 
     def score_unit(self, position: int) -> float:
         """Returns the factor from the text of scores to units in which the weight is a power of 2."""
-        scaled, masked = self._scaled(position), self._masked(position)
+        scaled, masked, bias = self._scaled(position), masked_score(self.kernel, position), self.linear_bias
         if masked is not None:
             return self.score_unit(masked[1])
+        if bias is not None and bias.is_added(self.kernel, position):
+            return self.score_unit(bias.scores)
         return LOG2_E if scaled is None else self.score_unit(scaled[0]) * scaled[1]
+
+    def write_linear_bias(self, scores: int, scope: Scope) -> str:
+        """Prints the parts of a linear bias of a block; returns what it adds to scores in units of powers of 2.
+
+        The bias is that of the first position, a value of each row, and a slope times the distance from it: the integer
+        is converted once a row, and slopes are added with the products. Returns nothing without such a bias.
+        """
+        bias = self.linear_bias
+        if bias is None:
+            return ""
+        slope, first = self._bias_of_block(bias, scope)
+        inside = self.score_unit(bias.scores) / LOG2_E
+        self.line(f"slope = tl.cast({slope} * {bias.step / inside}, tl.float32)")
+        self.line(f"steps = {self._steps(scope)}")
+        self.line(f"first_bias = {first} * {self.score_unit(scores) / inside}")
+        return "first_bias"
+
+    def _steps(self, scope: Scope) -> str:
+        """Returns the distances of the positions of a block from its first one, as floats."""
+        size = self.inner.size
+        if self.configuration.hoists_distances or not isinstance(size, int) or size >= _SHORT_INDEX:
+            return "tl.arange(0, KEY_BLOCK)[None, :].to(tl.float32)"
+        return _float_difference(scope.names[self.inner], "first_key")
+
+    def _bias_of_block(self, bias: LinearBias, scope: Scope) -> tuple[str, str]:
+        """Prints the parts of a linear bias; returns its slope, and that of the first position of a block."""
+        first = scope.inner()
+        for known in (first.dimension, first.masks, first.blocks):
+            known.pop(self.inner, None)
+        first.names[self.inner] = "first_key"
+        first.text = {item: text for item, text in scope.text.items() if self.inner not in self.kernel.value_axes[item]}
+        self.write([bias.integer, *bias.factors], first)
+        slope = " * ".join([str(bias.constant), *[f"({self.value(item, first)})" for item in bias.factors]])
+        return slope, f"{slope} * tl.cast({self.value(bias.integer, first)}, tl.float32)"
 
     @cached_property
     def may_overflow(self) -> bool:
         """Whether scores that a maximum shifts may be below `LOWEST` and finite."""
-        return self.parts.softmax is not None and self._may_be_lowest(self.parts.softmax.scores, self.parts.kernel)
-
-    def _may_be_lowest(self, score: int, kernel: Kernel) -> bool:
-        """Whether a score may be below `LOWEST` and finite: it has such a number, or numbers from memory."""
-        products, both = {item.position for item in self.parts.products}, {self.parts.row, self.inner}
-        for position in kernel.backward_slice([score], products) - products:
-            operation = kernel.operations[position]
-            if isinstance(operation, Constant) and operation.dtype.is_floating_point:
-                if -math.inf < operation.value < LOWEST:
-                    return True
-            elif isinstance(operation, Load) and operation.dtype.is_floating_point:
-                if operation.dtype is not torch.float16 and not both.isdisjoint(kernel.value_axes[position]):
-                    return True
-        return False
-
-    def _masked(self, position: int) -> tuple[int, int] | None:
-        """Returns the condition and the score of a masked score."""
-        operation = self.kernel.operations[position]
-        if isinstance(operation, Compute) and operation.name == "where":
-            condition, inside, other = operation.operands
-            return (condition, inside) if self._constant(other) == -math.inf else None
-        return None
+        softmax = self.parts.softmax
+        return softmax is not None and may_be_lowest(self.parts.kernel, self.parts, softmax.scores)
 
     def _scaled(self, position: int) -> tuple[int, float] | None:
-        """Returns the operand and the factor of a multiplication by a positive constant in half precision's kernels.
-
-        A division by one is such a multiplication.
-        """
-        operation = self.kernel.operations[position]
-        if not self.is_half or not isinstance(operation, Compute) or operation.dtype is not torch.float32:
-            return None
-        if operation.name == "mul":
-            for one, other in (operation.operands, operation.operands[::-1]):
-                number = self._constant(other)
-                if number is not None and 0 < number < math.inf:
-                    return one, number
-        if operation.name == "div":
-            factor = safe_reciprocal(self._constant(operation.operands[1]))
-            if factor is not None and factor > 0:
-                return operation.operands[0], factor
-        return None
+        """Returns the operand and the factor of a multiplication by a positive constant in half precision's kernels."""
+        return scaled_score(self.kernel, position) if self.is_half else None
 
     def _constant(self, position: int) -> float | None:
-        operation = self.kernel.operations[position]
-        return float(operation.value) if isinstance(operation, Constant) else None
+        return constant_of(self.kernel, position)
 
     def compute_text(self, position: int, operation: Compute, scope: Scope) -> tuple[str, str]:
         """Returns a name for the result of an operation, and its expression."""
@@ -337,13 +345,30 @@ class StreamingValuePrinter(BlockPrinter):
         shifted, both = self.kernel.operations[left], {self.parts.row, self.inner}
         if isinstance(shifted, Compute) and shifted.name == "sub":
             score, shift = shifted.operands
-            if not both <= self.kernel.value_axes[shift] and not self._may_be_lowest(score, self.kernel):
+            if not both <= self.kernel.value_axes[shift] and not may_be_lowest(self.kernel, self.parts, score):
                 left, shifts = score, [*shifts, shift]  # a vector
         scaled = self._scaled(left)
         score, factor = (left, 1.0) if scaled is None else scaled
+        bias = linear_addition(self.kernel, self.parts, score)
+        if bias is not None and not any(both <= self.kernel.value_axes[item] for item in shifts):
+            return self._exponent_of_linear_bias(bias, factor, shifts, scope)
         unit = f"tl.full((), {factor * LOG2_E}, tl.float32)"
         addend = " + ".join([self._negative_shift(item, scope) for item in shifts])
         return self.fma(self.value(score, scope), unit, f"({addend})" if len(shifts) > 1 else addend)
+
+    def _exponent_of_linear_bias(self, bias: LinearBias, factor: float, shifts: Sequence[int], scope: Scope) -> str:
+        """Returns the exponent of scores with a linear bias: their multiple, values of rows and those of positions."""
+        slope, first = self._bias_of_block(bias, scope)
+        rows, positions = (
+            [f"{first} * {factor * LOG2_E}"],
+            [f"{slope} * {bias.step * factor * LOG2_E} * ({self._steps(scope)})"],
+        )
+        for item in shifts:
+            addends = positions if self.inner in self.kernel.value_axes[item] else rows
+            addends.append(self._negative_shift(item, scope))
+        unit = f"tl.full((), {factor * self.score_unit(bias.scores)}, tl.float32)"
+        multiple = self.fma(self.score_text(bias.scores, scope), unit, f"({' + '.join(rows)})")
+        return f"{multiple} + ({' + '.join(positions)})"
 
     def _negative_shift(self, position: int, scope: Scope) -> str:
         """Returns the negative of a value in units in which the exponential is a power of 2."""
@@ -371,11 +396,7 @@ class StreamingValuePrinter(BlockPrinter):
         return is_streamed and not products.isdisjoint(self.kernel.backward_slice([position]))
 
     def _float_difference(self, position: int, scope: Scope) -> str | None:
-        """Returns the float of a difference of an integer of rows and one of streamed positions, if that is exact.
-
-        The bits of 2**23 plus a smaller number are those of 2**23 plus the number: the difference of two such floats
-        needs no conversion for each element, unlike that of the numbers.
-        """
+        """Returns the float of a difference of an integer of rows and one of streamed positions, if that is exact."""
         operation = self.kernel.operations[position]
         if not isinstance(operation, Compute) or operation.name != "sub" or operation.dtype.is_floating_point:
             return None
@@ -384,8 +405,7 @@ class StreamingValuePrinter(BlockPrinter):
             return None
         if not all(self._is_short(item) for item in operation.operands):
             return None
-        texts = [f"tl.cast({self.value(item, scope)}, tl.int32)" for item in operation.operands]
-        return " - ".join([f"tl.cast({text} + {_FLOAT_BITS:#x}, tl.float32, bitcast=True)" for text in texts])
+        return _float_difference(*[self.value(item, scope) for item in operation.operands])
 
     def _is_short(self, position: int) -> bool:
         """Whether an integer is never negative and below 2**22, as an index, and one that is computed from it."""
@@ -442,6 +462,16 @@ class StreamingValuePrinter(BlockPrinter):
             return known[at]
 
         return number(position)
+
+
+def _float_difference(*texts: str) -> str:
+    """Returns the float of a difference of integers that are never negative and below 2**23.
+
+    The bits of 2**23 plus a smaller number are those of 2**23 plus the number: the difference of two such floats needs
+    no conversion for each element, unlike that of the numbers.
+    """
+    integers = [f"tl.cast({text}, tl.int32)" for text in texts]
+    return " - ".join([f"tl.cast({text} + {_FLOAT_BITS:#x}, tl.float32, bitcast=True)" for text in integers])
 
 
 def _combined(extremum: str, limits: list[str]) -> str:

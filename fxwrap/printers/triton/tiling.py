@@ -277,6 +277,8 @@ class StreamingConfiguration(LaunchConfiguration):
     With `branches`, one loop visits partial and full blocks, and masks partial ones in a branch; else there are two
     loops, those over blocks that comparisons of positions mask in part only if `splits`.
     With `waits`, products with weights end before the next step, whose scores can then have the weights' registers.
+    With `hoists_distances`, those of a block's positions from the first one, which a linear bias has, are in registers
+    from step to step; else they are computed from the positions.
     Programs of one row block in `band` heads follow each other. Those of rows that visit more than others then come
     first in all heads of a band, so that the launch ends with short programs, and the keys of a band are in the cache.
     """
@@ -286,6 +288,7 @@ class StreamingConfiguration(LaunchConfiguration):
     num_stages: int = 2
     branches: bool = False
     waits: bool = False
+    hoists_distances: bool = True
     splits: bool = True
     half_products: bool = True
     band: int = 1
