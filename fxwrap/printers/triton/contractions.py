@@ -197,25 +197,23 @@ class DotPrinter(DescriptorPrinter):
         for name, (kind, other) in bounds.items():
             chosen = rows if mask is None else f"tl.where({mask}, {rows}, {other})"
             self.line(f"{name} = tl.{kind}({chosen}).to({integer})")
-        self.line(f"for {number_name} in tl.range({first}, {last} + 1):")
-        self.depth += 1
-        self.line(f"{one} = tl.cast({number_name}, {integer})")
-        self.line(f"{members} = ({rows} == {one}){'' if mask is None else f' & {mask}'}")
-        size = self.index_printer.size(self._dimension("r").size)
-        steps = self._stable_name("steps")
-        self.line(f"{steps} = tl.where(tl.max({members}.to(tl.int32)) > 0, {size}, 0)")
-        saved, results = dict(self.dimension_masks), dict(self.results)
-        for item in self.contraction.sums:
-            self.results[item.reduction] = [self._stable_name(f"{results[item.reduction][0]}_of_group")]
-        self._emit_zeros()
-        self.dimension_masks[row_name] = members
-        self._emit_sums_of_group(one, targets, prologues, of_group, steps)
-        self.dimension_masks = saved
-        for item in self.contraction.sums:
-            (of_one,), (total,) = self.results[item.reduction], results[item.reduction]
-            self.line(f"{total} = tl.where({members}, {of_one}, {total})")
-            self.results[item.reduction] = [total]
-        self.depth -= 1
+        with self.nested(f"for {number_name} in tl.range({first}, {last} + 1):"):
+            self.line(f"{one} = tl.cast({number_name}, {integer})")
+            self.line(f"{members} = ({rows} == {one}){'' if mask is None else f' & {mask}'}")
+            size = self.index_printer.size(self._dimension("r").size)
+            steps = self._stable_name("steps")
+            self.line(f"{steps} = tl.where(tl.max({members}.to(tl.int32)) > 0, {size}, 0)")
+            saved, results = dict(self.dimension_masks), dict(self.results)
+            for item in self.contraction.sums:
+                self.results[item.reduction] = [self._stable_name(f"{results[item.reduction][0]}_of_group")]
+            self._emit_zeros()
+            self.dimension_masks[row_name] = members
+            self._emit_sums_of_group(one, targets, prologues, of_group, steps)
+            self.dimension_masks = saved
+            for item in self.contraction.sums:
+                (of_one,), (total,) = self.results[item.reduction], results[item.reduction]
+                self.line(f"{total} = tl.where({members}, {of_one}, {total})")
+                self.results[item.reduction] = [total]
 
     def _emit_sums_of_group(
         self,
@@ -244,16 +242,14 @@ class DotPrinter(DescriptorPrinter):
             for block, prologue in zip(("yr", "rx"), prologues, strict=True):
                 self._enter(block)
                 self._emit_descriptors(prologue)
-        self.line(f"for {start} in tl.range(0, {count}, {r.block_constant}, num_stages=LOOP_STAGES):")
-        self.depth += 1
-        left = self._emit_operands("yr", targets[0], prologues[0], start)
-        right = self._emit_operands("rx", targets[1], prologues[1], start)
-        for item in self.contraction.sums:
-            (name,) = self._result_names(item.reduction)
-            first, second = self._left_right(item)
-            text = f"{name} = tl.dot({left[first]}, {right[second]}, {name}{self._dot_options(item)})"
-            self.line(text, self.kernel.operations[item.reduction].origin)
-        self.depth -= 1
+        with self.nested(f"for {start} in tl.range(0, {count}, {r.block_constant}, num_stages=LOOP_STAGES):"):
+            left = self._emit_operands("yr", targets[0], prologues[0], start)
+            right = self._emit_operands("rx", targets[1], prologues[1], start)
+            for item in self.contraction.sums:
+                (name,) = self._result_names(item.reduction)
+                first, second = self._left_right(item)
+                text = f"{name} = tl.dot({left[first]}, {right[second]}, {name}{self._dot_options(item)})"
+                self.line(text, self.kernel.operations[item.reduction].origin)
         self.origin = ""
 
     def _emit_operands(self, block: str, targets: Iterable[int], prologue: set[int], start: str) -> dict[int, str]:

@@ -11,6 +11,7 @@ other groups: in the column of a group, the elements of other groups are zero, o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 
 from fxwrap.loop_ir import DeviceAssert, GroupSum, Store, operands, operation_dtype
@@ -52,16 +53,15 @@ class FragmentSumPrinter(FragmentLoadPrinter):
         p, start = self._dimension("p"), ""
         self._emit_start([*of_columns, row])
         self._emit_zeros()
-        is_loop = p.blocks != 1  # without a loop, loads may precede the wait for other launches
-        if is_loop:
-            start = self._stable_name("start")
-            count = self.index_printer.size(p.size)
-            self.line(f"for {start} in tl.range(0, {count}, {p.block_constant}, num_stages=LOOP_STAGES):")
-        self.depth += is_loop
-        self._emit_group_loads([*of_columns, row], start)
-        operands_of_rows = self._emit_rows(row, rows)
-        self._emit_step(of_columns, operands_of_rows, columns)
-        self.depth -= is_loop
+        loop: AbstractContextManager[None] = nullcontext()
+        if p.blocks != 1:  # without a loop, loads may precede the wait for other launches
+            start, count = self._stable_name("start"), self.index_printer.size(p.size)
+            head = f"for {start} in tl.range(0, {count}, {p.block_constant}, num_stages=LOOP_STAGES):"
+            loop = self.nested(head)
+        with loop:
+            self._emit_group_loads([*of_columns, row], start)
+            operands_of_rows = self._emit_rows(row, rows)
+            self._emit_step(of_columns, operands_of_rows, columns)
         self.origin = ""
         self._emit_results()
 
@@ -76,25 +76,23 @@ class FragmentSumPrinter(FragmentLoadPrinter):
         self._emit_group_loads(of_columns, start)
         pairs = self._emit_pairs(row, start)
         loads = self._packed_loads(of_columns, before, pairs)
-        self.line(
+        with self.nested(
             f"for {step} in tl.range(0, {count}, {p.block_constant}, num_stages=LOOP_STAGES, loop_unroll_factor=1):"
-        )
-        self.depth += 1
-        if p.masked:
-            self._emit_next_loads(loads, [f"{start} = {step} + {p.block_constant}"], "")
-        elif pairs:
-            next_step = [f"{start} = {step} + {p.block_constant}", f"{more} = {start} < {count}"]
-            self._emit_next_loads(loads, next_step, more)
-        else:  # weights of many rows: masks of their loads are slower than loads of the last step again
-            last = self.index_printer.size(int(p.size) - p.block)
-            self._emit_next_loads(loads, [f"{start} = tl.minimum({step} + {p.block_constant}, {last})"], "")
-        self.line(f"{start} = {step}")
-        for block, _ in of_columns:
-            with self._inside(block):
-                self._emit_group_positions(block, start)
-        self._emit_group_loads([row], start)
-        self._emit_step(of_columns, self._emit_rows(row, rows), columns)
-        self.depth -= 1
+        ):
+            if p.masked:
+                self._emit_next_loads(loads, [f"{start} = {step} + {p.block_constant}"], "")
+            elif pairs:
+                next_step = [f"{start} = {step} + {p.block_constant}", f"{more} = {start} < {count}"]
+                self._emit_next_loads(loads, next_step, more)
+            else:  # weights of many rows: masks of their loads are slower than loads of the last step again
+                last = self.index_printer.size(int(p.size) - p.block)
+                self._emit_next_loads(loads, [f"{start} = tl.minimum({step} + {p.block_constant}, {last})"], "")
+            self.line(f"{start} = {step}")
+            for block, _ in of_columns:
+                with self._inside(block):
+                    self._emit_group_positions(block, start)
+            self._emit_group_loads([row], start)
+            self._emit_step(of_columns, self._emit_rows(row, rows), columns)
         self.origin = ""
         self._emit_results()
 
@@ -106,26 +104,24 @@ class FragmentSumPrinter(FragmentLoadPrinter):
         loads = self._emit_first_loads(of_columns, "")
         number, more, here = [self._stable_name(name) for name in ("block", "more", "here")]
         blocks, programs, size = self.whole.num_tiles, self.whole.num_programs, self._dimension("y").block_constant
-        self.line(
+        with self.nested(
             f"for {number} in tl.range({self.parameters.program}, {blocks}, {programs}, num_stages=LOOP_STAGES, "
             "loop_unroll_factor=1):"
-        )
-        self.depth += 1
-        self.line(f"{here} = tl.cast({number}, tl.int64) * {size}")
-        self.line(f"{self.first} = {here} + {programs} * {size}")
-        self.line(f"{more} = {number} + {programs} < {blocks}")
-        next_loads: list[list[str]] = []
-        if self.reloads:
-            next_loads = self._next_loads(loads, more)
-        else:
-            for item in loads:
-                self._emit_next_loads(item, [], more)
-        self.first = here
-        self._emit_zeros()
-        self._emit_step(of_columns, operands_of_rows, columns, next_loads)
-        self.origin = ""
-        self._emit_results()
-        self.depth -= 1
+        ):
+            self.line(f"{here} = tl.cast({number}, tl.int64) * {size}")
+            self.line(f"{self.first} = {here} + {programs} * {size}")
+            self.line(f"{more} = {number} + {programs} < {blocks}")
+            next_loads: list[list[str]] = []
+            if self.reloads:
+                next_loads = self._next_loads(loads, more)
+            else:
+                for item in loads:
+                    self._emit_next_loads(item, [], more)
+            self.first = here
+            self._emit_zeros()
+            self._emit_step(of_columns, operands_of_rows, columns, next_loads)
+            self.origin = ""
+            self._emit_results()
 
     def _emit_reloading_steps(self, row: Part, of_columns: Sequence[Part], rows: list[int], columns: list[int]) -> None:
         """Prints the loop over groups, of which each step loads the elements of the next one where it has used its own.
@@ -141,21 +137,19 @@ class FragmentSumPrinter(FragmentLoadPrinter):
         before = len(self.lines)
         names = self._emit_pairs(row, start)
         pairs = Loads(tuple(self.lines[before:]), (), names)
-        self.line(
+        with self.nested(
             f"for {step} in tl.range(0, {count}, {p.block_constant}, num_stages=LOOP_STAGES, loop_unroll_factor=1):"
-        )
-        self.depth += 1
-        self.line(f"{start} = {step}")
-        self.contiguous |= dict(names)
-        self._emit_group_loads([row], start)
-        operands_of_rows = self._emit_rows(row, rows)
-        self.line(f"{start} = {step} + {p.block_constant}")
-        self.line(f"{more} = {start} < {count}")
-        mask = "" if p.masked else more
-        *weights, coefficients = self._next_loads(loads, mask)
-        (of_rows,) = self._next_loads([pairs], mask)
-        self._emit_step(of_columns, operands_of_rows, columns, [*weights, [*coefficients, *of_rows]])
-        self.depth -= 1
+        ):
+            self.line(f"{start} = {step}")
+            self.contiguous |= dict(names)
+            self._emit_group_loads([row], start)
+            operands_of_rows = self._emit_rows(row, rows)
+            self.line(f"{start} = {step} + {p.block_constant}")
+            self.line(f"{more} = {start} < {count}")
+            mask = "" if p.masked else more
+            *weights, coefficients = self._next_loads(loads, mask)
+            (of_rows,) = self._next_loads([pairs], mask)
+            self._emit_step(of_columns, operands_of_rows, columns, [*weights, [*coefficients, *of_rows]])
         self.origin = ""
         self._emit_results()
 

@@ -85,22 +85,20 @@ class GroupSumPrinter(DotPrinter):
             self.line(f"{name} = tl.zeros({shape}, {TRITON_DTYPES[operation_dtype(kernel.operations[position])]})")
         p, start = self._dimension("p"), self._stable_name("start")
         count = self.index_printer.size(p.size)
-        self.line(f"for {start} in tl.range(0, {count}, {p.block_constant}, num_stages=LOOP_STAGES):")
-        self.depth += 1
-        self._emit_block_offsets(p, start)
-        if p.masked:
-            self.dimension_masks["p"] = self.masks[self.tile.dimensions.index(p)]
-            self.zero_filled |= {item for item in step if self._is_plain_load(item)}
-        self._emit_products(targets, prologues)
-        self._enter(self.result_block)
-        for position in sorted(step):
-            if self.of_group[position] and not self.is_summed[position]:
-                self._operation(position, looped=True)
-        direct = {self._direct_total(item) for item in self.form.sums}
-        for position in self.form.totals:
-            if position not in direct:
-                self._add_total(position)
-        self.depth -= 1
+        with self.nested(f"for {start} in tl.range(0, {count}, {p.block_constant}, num_stages=LOOP_STAGES):"):
+            self._emit_block_offsets(p, start)
+            if p.masked:
+                self.dimension_masks["p"] = self.masks[self.tile.dimensions.index(p)]
+                self.zero_filled |= {item for item in step if self._is_plain_load(item)}
+            self._emit_products(targets, prologues)
+            self._enter(self.result_block)
+            for position in sorted(step):
+                if self.of_group[position] and not self.is_summed[position]:
+                    self._operation(position, looped=True)
+            direct = {self._direct_total(item) for item in self.form.sums}
+            for position in self.form.totals:
+                if position not in direct:
+                    self._add_total(position)
         self.origin = ""
         for position in self.form.totals:
             (name,) = self.results[position]

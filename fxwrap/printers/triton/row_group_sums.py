@@ -89,15 +89,13 @@ class RowGroupSumPrinter(GroupSumPrinter):
             dtype = TRITON_DTYPES[operation_dtype(kernel.operations[position])]
             self.line(f"{name} = tl.zeros(({p.block_constant}, {y.block_constant}), {dtype})")
         start, count = self._stable_name("start"), self.index_printer.size(p.size)
-        self.line(f"for {start} in tl.range(0, {count}, {p.block_constant}, num_stages=LOOP_STAGES):")
-        self.depth += 1
-        self._enter("pr")
-        self.side = "pr"
-        self.index_printer = self._indices_at({axis: self._stable_name(axis.name) for axis in r.axes})
-        self._emit_block_offsets(p, start)
-        self._emit_block_offsets(r, "")
-        self._emit_step(sorted(inside), varying, sums)
-        self.depth -= 1
+        with self.nested(f"for {start} in tl.range(0, {count}, {p.block_constant}, num_stages=LOOP_STAGES):"):
+            self._enter("pr")
+            self.side = "pr"
+            self.index_printer = self._indices_at({axis: self._stable_name(axis.name) for axis in r.axes})
+            self._emit_block_offsets(p, start)
+            self._emit_block_offsets(r, "")
+            self._emit_step(sorted(inside), varying, sums)
         self.side = self.origin = ""
         for position in self.form.totals:
             (name,) = self.results[position]
