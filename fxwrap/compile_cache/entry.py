@@ -110,7 +110,8 @@ def _libraries(program: Program, emitter: str, emitted: EmittedProgram) -> dict[
             symbols_of.setdefault(library, []).append(symbol)
         entries["kernels"] = [{"symbols": item, **_library_entry(library)} for library, item in symbols_of.items()]
     if entries:
-        entries["bridge"] = [_library_entry(bridge_folder() / name) for name in native.BRIDGE_LIBRARIES]
+        folder = bridge_folder()
+        entries["bridge"] = [_library_entry(folder / name) for name in native.BRIDGE_LIBRARIES]
     return entries
 
 

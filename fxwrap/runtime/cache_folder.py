@@ -378,11 +378,9 @@ def _file_hash(path: Path, _size: int, _time: int, _inode: int) -> str | None:
 
 
 def is_intact(folder: Path) -> bool:
-    """Whether an entry has its table of hashes, and all files in it have their size and hash."""
+    """Whether an entry has its table of hashes, and all files in it have their hash."""
     table = _hash_table(folder)
-    return bool(table) and all(
-        _size(folder / name) == size and file_hash(folder / name) == digest for name, (size, digest) in table.items()
-    )
+    return bool(table) and all(file_hash(folder / name) == digest for name, (_, digest) in table.items())
 
 
 def read_entry_files(folder: Path) -> dict[str, bytes]:
@@ -410,12 +408,6 @@ def _parse_hash_table(folder: Path, content: bytes | None) -> Mapping[str, tuple
         return {name: (int(size), str(digest)) for name, (size, digest) in files if Path(name).name == name}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
-
-
-def _size(path: Path) -> int:
-    with suppress(OSError):
-        return path.stat().st_size
-    return -1
 
 
 def mark_used(path: Path) -> None:

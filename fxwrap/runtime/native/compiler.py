@@ -168,7 +168,7 @@ def _run_supervised(command: Sequence[str], folder: Path | None, limit: float) -
     reading, writing = os.pipe()
     environment = {**os.environ, "LC_ALL": "C", **({"TMPDIR": str(folder)} if folder is not None else {})}
     try:
-        if shutil.which(command[0]) is None:
+        if not find_executable(command[0]):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         process = subprocess.Popen(
             ["/bin/sh", "-c", _SUPERVISOR, "sh", *command],

@@ -173,6 +173,14 @@ def test_a_command_is_searched_again_when_it_is_gone_or_path_changes(
     assert driver.find_executable("tool") == str(first)
 
 
+def test_a_compiler_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search looks into each folder of PATH."""
+    command = driver.find_compiler().command
+    driver.run_compiler([*command, "--version"])
+    monkeypatch.setattr(driver.shutil, "which", None)
+    assert driver.run_compiler([*command, "--version"])
+
+
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler --flag")
     with pytest.raises(NativeBuildError, match=r"cannot run the C\+\+ compiler 'no-such-compiler'.*Python emitter"):
