@@ -200,11 +200,13 @@ def test_linear_biases_of_gradients() -> None:
 
 
 def test_other_biases_are_added_to_each_score() -> None:
-    """Those that are no products of an integer, those of scores in which a number may mask rows, those of float32."""
+    """Those that are no products of an integer, of scores in which a number may mask rows, of few rows, of float32."""
     quadratic = attention_kernel(rows=35, keys=40, dtype=torch.float16, power=2)
     lowest = attention_kernel(rows=35, keys=40, dtype=torch.float16, masked=-1e38)
     for kernel in (quadratic, lowest, attention_kernel(rows=35, keys=40)):
         assert "first_bias" not in _check_triton(kernel)
+    few = attention_kernel(rows=4, keys=70, dtype=torch.float16)
+    assert "first_bias" not in _check_triton(few, streaming_configurations(few, int)[0])
 
 
 def test_soft_caps_of_half_precision_have_no_branches() -> None:

@@ -401,8 +401,11 @@ class StreamingTritonPrinter(StreamingResultPrinter):
             self.line(f"{name} = {name} * factor + tl.sum(weights, 1, keep_dims=True)")
 
     def _common_linear_bias(self) -> LinearBias | None:
-        """Returns the linear bias that the scores of partial and of full blocks of a loop have."""
-        if not self.is_half or self.may_overflow:
+        """Returns the linear bias that the scores of partial and of full blocks of a loop have.
+
+        Steps of few rows, which are not split, compute few scores and wait for their loads.
+        """
+        if not self.is_half or self.may_overflow or not self.configuration.splits:
             return None
         conditions = [{}] if self.branch is None else [self.branch.full, self.branch.partial]
         first, *others = {find_linear_bias(assume(self.kernel, item), self.parts) for item in conditions}
