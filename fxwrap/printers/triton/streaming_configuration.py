@@ -99,11 +99,11 @@ def _has_one_loop(matrices: int, width: int, has_bias: bool, parts: StreamingRed
 def _hoists_distances(matrices: int, width: int, parts: StreamingReduction) -> bool:
     """Whether registers of all steps have the distances of a linear bias, by matrices of a step.
 
-    Wide heads, and lists of blocks, have more values in registers, whose number is limited. More registers would leave
-    fewer programs beside each other that compute gradients of narrow queries.
+    Lists of blocks have more values in registers, whose number is limited, and more of them would leave fewer programs
+    beside each other that compute gradients of narrow queries.
     """
     if matrices == 2:
-        return parts.visit_bound is None and width <= 64
+        return parts.visit_bound is None
     return matrices != 3 or width > 64
 
 

@@ -278,17 +278,7 @@ class StreamingValuePrinter(BlockPrinter):
         first.text = {item: text for item, text in scope.text.items() if self.inner not in self.kernel.value_axes[item]}
         self.write([bias.integer, *bias.factors], first)
         slope = " * ".join([str(bias.constant), *[f"({self.value(item, first)})" for item in bias.factors]])
-        return slope, f"{slope} * tl.cast({self._narrow_integer(bias.integer, first)}, tl.float32)"
-
-    def _narrow_integer(self, position: int, scope: Scope) -> str:
-        """Returns the text of an integer, that of a sum or a difference in 32 bits if these suffice."""
-        operation, limits = self.kernel.operations[position], torch.iinfo(torch.int32)
-        if isinstance(operation, Compute) and operation.name in ("add", "sub"):
-            ranges = [value_range(self.kernel.operations, item) for item in (*operation.operands, position)]
-            if all(limits.min <= low and high <= limits.max for low, high in ranges):
-                operands = [f"tl.cast({self.value(item, scope)}, tl.int32)" for item in operation.operands]
-                return f"({' + '.join(operands)})" if operation.name == "add" else f"({' - '.join(operands)})"
-        return self.value(position, scope)
+        return slope, f"{slope} * tl.cast({self.value(bias.integer, first)}, tl.float32)"
 
     @cached_property
     def may_overflow(self) -> bool:
