@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from fxwrap.compile import compile_graph
 from fxwrap.devices import CPU
+from fxwrap.fx_passes.convolutions import biases
 from tests.lowering.planned_programs import STRICT, check
 
 DEVICE = dataclasses.replace(
@@ -71,3 +74,20 @@ def test_gradients(needed: Sequence[bool]) -> None:
     planned = check(backward, *inputs, options=UNFUSED)
     calls = [line for line in str(planned.program).splitlines() if "aten.convolution_backward.default" in line]
     assert len(calls) == any(needed[:2]) and not any("true])" in line for line in calls)
+
+
+@pytest.mark.parametrize(("size", "calls"), [(5, 0), (1, 2)])
+def test_strides_of_sums_are_known(size: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's calls on fake tensors of a symbolic batch take milliseconds; dimensions of size 1 may have any stride."""
+    counted: list[object] = []
+    fake_call = biases.fake_call
+
+    def count(*arguments: Any) -> Any:
+        counted.append(arguments[0])
+        return fake_call(*arguments)
+
+    monkeypatch.setattr(biases, "fake_call", count)
+    inputs = torch.randn(3, 4, size, 6), torch.randn(4, 4, 1, 1), torch.randn(4)
+    graph = make_fx(lambda *operands: F.conv2d(*operands).sigmoid(), tracing_mode="symbolic")(*inputs)
+    program = compile_graph(graph, options=UNFUSED.replace(compile_cache=False)).program
+    assert str(program).count("aten.convolution.default") == 1 and len(counted) == calls

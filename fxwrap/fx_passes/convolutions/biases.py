@@ -14,7 +14,8 @@ import torch
 from torch.fx import Node
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.fx_passes.graph_copy import GraphCopy, fake_call, fresh_like, is_dense, layout_text, same_layout
+from fxwrap.fx_passes.convolutions.pointwise_results import decides_strides
+from fxwrap.fx_passes.graph_copy import GraphCopy, fake_call, fresh_like, layout_text, same_layout
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
 from fxwrap.fx_passes.storage_aliases import StorageAliases
 from fxwrap.torch_compat import FakeTensor
@@ -67,9 +68,9 @@ def _adds_bias_in_kernel(node: Node, aliases: StorageAliases) -> bool:
 def _keeps_layout(result: FakeTensor, bias: FakeTensor) -> bool:
     """Whether the sum of a convolution and its bias has the strides of the convolution.
 
-    The first operand alone decides them if they leave no choice: no dimension of size 1 and no gap.
+    Where the convolution does not decide them, they are those of torch's call.
     """
-    if all(type(size) is int and size > 1 for size in result.shape) and is_dense(result):
+    if decides_strides(result):
         return True
     shaped = fake_call(_aten.view.default, (bias, _bias_shape(result)))
     return same_layout(fake_call(_aten.add.Tensor, (result, shaped)), result)

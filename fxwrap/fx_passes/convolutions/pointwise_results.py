@@ -45,9 +45,9 @@ def pointwise_results(node: Node, fakes: NodeValues, like: object) -> Any:
     shapes = {id(item): expressions_of(item.shape) for item in (*tensors, *items)}
     shape = shapes[id(items[0])]
     whole = [item for item in tensors if shapes[id(item)] == shape]
-    if not shape or any(_least(size) < 2 for size in items[0].shape):
+    if not whole or not decides_strides(whole[0]):
         return None
-    if len({tuple(expressions_of(item.stride())) for item in whole}) != 1 or not is_dense(whole[0]):
+    if len({tuple(expressions_of(item.stride())) for item in whole}) != 1:
         return None
     if any(shapes[id(item)] != shape and item.ndim > (1 if is_norm else 0) for item in tensors):
         return None
@@ -55,6 +55,11 @@ def pointwise_results(node: Node, fakes: NodeValues, like: object) -> Any:
     with without_guards(mode):
         results = [fresh_like(mode, item, strides if shapes[id(item)] == shape else None) for item in items]
     return tuple(results) if isinstance(like, tuple) else results[0]
+
+
+def decides_strides(fake: FakeTensor) -> bool:
+    """Whether the strides of a first operand leave no choice for those of a result of the same sizes."""
+    return fake.ndim > 0 and all(_least(size) >= 2 for size in fake.shape) and is_dense(fake)
 
 
 def _least(size: int | torch.SymInt) -> float:
