@@ -199,6 +199,7 @@ def test_floating_dtypes_forward_and_backward(dtype: torch.dtype) -> None:
 def test_complex_gradients() -> None:
     inputs = (torch.randn(4, dtype=torch.complex64, requires_grad=True),)
     assert_emitters_agree(lambda x: (x * (2 - 1j)).abs() + x.real, inputs, training=True)
+    assert_emitters_agree(lambda x: x.tanh() * 1j + x.sigmoid(), inputs, training=True)
 
 
 def test_one_dynamic_program_covers_every_size() -> None:

@@ -181,8 +181,13 @@ def _log_softmax_backward(
     return builder.result(builder.call(_aten.sub.Tensor, gradient, weighted))
 
 
-def _activation_backward(builder: JointGraphBuilder, gradient: Node, output: Node, is_tanh: bool) -> Node:
-    """Multiplies the gradient by the slope: 1 - y*y for y = tanh(x), y * (1 - y) for y = sigmoid(x)."""
+def _activation_backward(builder: JointGraphBuilder, gradient: Node, output: Node, is_tanh: bool) -> Node | None:
+    """Multiplies the gradient by the slope: 1 - y*y for y = tanh(x), y * (1 - y) for y = sigmoid(x).
+
+    The gradient of a complex number is multiplied by the slope's conjugate: a kernel has neither.
+    """
+    if gradient.meta["val"].is_complex():
+        return None
     output = builder.upcast(output)
     if is_tanh:
         slope = builder.one_minus(builder.call(_aten.mul.Tensor, output, output))
