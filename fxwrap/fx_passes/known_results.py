@@ -95,8 +95,24 @@ def _must_run(node: Node, value: object) -> bool:
     """Whether a call may do something besides returning a result and writing operands."""
     target = node.target
     if isinstance(target, OpOverload):
-        return target.namespace not in ("aten", "prims") or value is None
-    return isinstance(target, HigherOrderOperator) or target in _STATE_FUNCTIONS or value is None
+        return target.namespace not in ("aten", "prims") or value is None or _may_check_errors(target.name())
+    if isinstance(target, HigherOrderOperator) or target in _STATE_FUNCTIONS or value is None:
+        return True
+    return _may_check_errors(target if isinstance(target, str) else str(getattr(target, "__name__", "")))
+
+
+def _may_check_errors(name: str) -> bool:
+    """Whether an operator, function or method of this name may check the success of a factorisation.
+
+    Since torch 2.12 that check is an effect, whose tokens AOTAutograd counts where it collects metadata.
+    """
+    return name.removeprefix("aten::").removeprefix("linalg_").partition(".")[0] in _CHECKING
+
+
+_CHECKING = frozenset({
+    "cholesky", "inv", "inv_ex", "cholesky_ex", "inverse", "ldl_factor", "ldl_factor_ex", "lu_factor", "lu_factor_ex",
+    "matrix_power", "solve", "solve_ex", "tensorinv", "tensorsolve",
+})  # fmt: skip
 
 
 def _may_change_modes(node: Node, value: object) -> bool:

@@ -59,7 +59,7 @@ def aot_autograd(
         # Why: on GPUs the partitioner lets checkpointed operators draw from its own generators, so that CUDA graphs can
         # capture them; these do not produce the numbers that eager draws.
         with (
-            config.patch(graphsafe_rng_functionalization=False),
+            config.patch(graphsafe_rng_functionalization=False, unlift_effect_tokens=True),
             metadata_from_known_results(known_results),
             without_unread_texts(),
         ):

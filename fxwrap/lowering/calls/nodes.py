@@ -41,6 +41,7 @@ from fxwrap.wrapper_ir import Leaf, LineBase, Operand, Origin, Result, TensorTyp
 from fxwrap.wrapper_ir.operators import OperatorSchema, operator_schema, used_result_indices
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
+_EFFECT_TOKENS = (torch.ops.prims._make_token.default, torch.ops.prims._sink_tokens.default)
 _LITERALS = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -65,7 +66,7 @@ def lower_call(builder: Builder, node: Node, dead_roots: Collection[str] = froze
         lower_item(builder, node, fake)
     elif target is torch.ops.aten._assert_scalar.default:
         lower_assert(builder, node, literal(builder, node.args[0], node), str(node.args[1]))
-    elif is_emitted_guard(node):
+    elif is_emitted_guard(node) or target in _EFFECT_TOKENS:
         env[node] = None
     elif starts_collective(node):
         _lower_start(builder, node, target, fake)
