@@ -101,23 +101,6 @@ def test_a_dynamic_batch_saves_bytes() -> None:
     assert len(programs) == 2 and saved_dtypes(programs[0]) == [torch.uint8]
 
 
-@pytest.mark.parametrize("name", POOLS)
-def test_dynamic_planes_save_bytes(name: str) -> None:
-    dimensions, kernel, stride, padding, dilation, ceil = POOLS[name]
-    maximum: Any = F.max_pool2d if dimensions == 2 else F.max_pool3d
-
-    def pool(x: Tensor) -> Tensor:
-        return maximum(x.sin(), kernel, stride, padding, dilation, ceil_mode=ceil) * 2
-
-    programs: list[fxwrap.Program] = []
-    run = compiled(pool, programs)
-    for more in (0, 3, 1):
-        sizes = [size + more for size in image(dimensions).shape[2:]]
-        x = torch.randint(0, 4, (2, 3, *sizes), generator=torch.Generator().manual_seed(1)).double()
-        torch.testing.assert_close(gradient(run, x, range(2, x.ndim)), gradient(pool, x))
-    assert {dtype for forward in programs[::2] for dtype in saved_dtypes(forward)} == {torch.uint8}
-
-
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 2), (9, 1), (1, 9)], ids=str)
 def test_windows_wider_than_the_plane_save_bytes(sizes: tuple[int, int]) -> None:
     """An offset along a row is then one along the column, too."""

@@ -21,10 +21,12 @@ def save_window_offsets(
     """Returns the backward of a max pooling with indices that are computed from offsets within windows.
 
     An offset along each dimension has bits of its own in a byte, which the forward saves instead of an index in the
-    plane. Returns None where that has other users than backwards, or offsets do not fit.
+    plane. Returns None where that has other users than backwards, or offsets do not fit, or sizes are symbolic.
     """
     rank = 3 if builder.target is _aten.max_pool3d_with_indices_backward.default else 2
     sizes = [item if type(item) is int else None for item in x.meta["val"].shape[-rank:]]
+    if None in sizes:
+        return None  # divisions of 64-bit integers by a size that is no constant
     options = [expand_to_rank(option, rank) for option in (kernel, stride or kernel, padding, dilation)]
     is_saved = all(user.target is builder.target for user in indices.users)
     is_known = all(type(number) is int for option in options for number in option)
