@@ -27,6 +27,7 @@ from fxwrap.loop_ir.body_operations import (
 from fxwrap.loop_ir.index import Atom, FloorDivide, Index, IndexLike, Modulo, as_index
 from fxwrap.loop_ir.kernel import Kernel
 from fxwrap.loop_ir.operations import COMPARISONS, EXACT_NUMBERS, OPPOSITES, STORAGE_ONLY, WITH_INFINITIES
+from fxwrap.loop_ir.piecewise import piece_of, piecewise_indices
 
 MAX_SEGMENTS = 8
 
@@ -47,7 +48,7 @@ class Segment:
 def split_loop(kernel: Kernel, axis: Axis, wraps: bool = False) -> list[Segment]:
     """Returns the segments of an axis between changes of conditions; none if there are no changes or too many.
 
-    With `wraps`, segments also end where an index begins anew, as that of a roll.
+    With `wraps`, segments also end where an index begins anew, as that of a roll, or turns, as that of a reflection.
     """
     if not isinstance(axis.size, int):
         return []
@@ -55,6 +56,7 @@ def split_loop(kernel: Kernel, axis: Axis, wraps: bool = False) -> list[Segment]
     changes = {point for point in points if point is not None and 0 < point < axis.size}
     if wraps:
         wrapped = changes.union(*_quotient_changes(kernel, axis).values())
+        wrapped = wrapped.union(*piecewise_indices(kernel, axis).values()) - {0}
         changes = wrapped if len(wrapped) < MAX_SEGMENTS else changes
     if not changes or len(changes) >= MAX_SEGMENTS:
         return []
@@ -77,6 +79,10 @@ def specialise(kernel: Kernel, axis: Axis, segment: Segment) -> Kernel:
         if not any(start < point < segment.end for point in changes):
             quotient = atom.base.substitute({axis: start}) // atom.divisor
             quotients[atom] = quotient if isinstance(atom, FloorDivide) else atom.base - quotient * atom.divisor
+    for indirect, pieces in piecewise_indices(kernel, axis).items():
+        piece = piece_of(pieces, start, segment.end)
+        if piece is not None:
+            quotients[indirect] = piece
     if not quotients:
         return kernel
     operations = [
