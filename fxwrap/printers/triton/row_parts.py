@@ -73,31 +73,19 @@ class RowPartPrinter(TilePrinter):
 
     def _emit_loop(self, positions: Sequence[int], number: int) -> None:
         """Prints the loop over rows, with the statements of reductions of columns around it."""
-        dimension, start = self.tile.dimensions[number], self._stable_name("start")
-        outside, self.lines = self.lines, []
-        self.depth += 1
-        self._emit_block_offsets(dimension, start)
-        before, after = list[str](), list[str]()
-        for position in positions:
-            operation = self.kernel.operations[position]
-            if not isinstance(operation, Reduce) or not self._reduces(operation, dimension):
-                self._operation(position, looped=False)
-                continue
-            value, dtype = self._tile_value(operation.operands[0]), self.dtype_of(operation.operands[0])
-            sums = accumulate(operation, value, dtype, self._result_names(position), self._context(number))
-            before += sums.before
-            after += sums.after
-            for line in sums.inside:
-                self.line(line, operation.origin)
-        inside, self.lines, self.origin = self.lines, outside, ""
-        self.depth -= 1
-        for line in before:
-            self.line(line)
-        size = self.index_printer.size(dimension.size)
-        self.line(f"for {start} in tl.range(0, {size}, {dimension.block_constant}, num_stages=LOOP_STAGES):")
-        self.lines += inside
-        for line in after:
-            self.line(line)
+        dimension = self.tile.dimensions[number]
+        with self._loop_over(dimension) as (before, after):
+            for position in positions:
+                operation = self.kernel.operations[position]
+                if not isinstance(operation, Reduce) or not self._reduces(operation, dimension):
+                    self._operation(position, looped=False)
+                    continue
+                value, dtype = self._tile_value(operation.operands[0]), self.dtype_of(operation.operands[0])
+                sums = accumulate(operation, value, dtype, self._result_names(position), self._context(number))
+                before += sums.before
+                after += sums.after
+                for line in sums.inside:
+                    self.line(line, operation.origin)
 
     def _reduces(self, operation: Reduce, dimension: Dimension) -> bool:
         return set(self.kernel.reduced_by(operation)) <= set(dimension.axes)

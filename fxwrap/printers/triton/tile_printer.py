@@ -7,7 +7,8 @@ and compute again the operands they share with earlier ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -157,43 +158,51 @@ class TilePrinter(TileOffsetPrinter):
             self._operation(position, looped=True)
 
     def _loop(self, positions: tuple[int, ...], last_use: frozenset[int]) -> None:
-        """Prints one loop over the row. Its body is printed first and collects the statements around the loop."""
+        """Prints one loop over the row."""
         r = self.tile.reduced
         assert r is not None, "a loop runs over reduced axes"
         dimension = self.tile.dimensions[r]
+        lanes = f"tl.arange(0, {dimension.block_constant}){self.tile.broadcast_subscript(r)}"
+        with self._loop_over(dimension) as (before, after):
+            for position in positions:
+                operation = self.kernel.operations[position]
+                if not isinstance(operation, Reduce | Scan):
+                    self._operation(position, looped=True, last_use=position in last_use)
+                    continue
+                value, dtype = self._row_value(operation)
+                names = self._result_names(position)
+                if isinstance(operation, Reduce):
+                    reduction = accumulate(operation, value, dtype, names, self._row())
+                    first, inside = reduction.before, reduction.inside
+                    after += [line.replace(self.row_lanes, lanes) for line in reduction.after]
+                else:
+                    first, inside = scan_block(operation, value, dtype, names, self._row(), carried=True)
+                before += first
+                for line in inside:
+                    self.line(line, operation.origin)
+
+    @contextmanager
+    def _loop_over(self, dimension: Dimension) -> Iterator[tuple[list[str], list[str]]]:
+        """Prints a loop over the blocks of a dimension, of which the lines printed inside are the body.
+
+        The body is printed first, and adds the lines before and after the loop to two lists.
+        """
+        before, after = list[str](), list[str]()
         outside, self.lines, origin = self.lines, [], self.origin
         self.depth += 1
-        before: list[str] = []
-        after: list[str] = []
         start = self._stable_name("start")
         self._emit_block_offsets(dimension, start)
-        for position in positions:
-            operation = self.kernel.operations[position]
-            if not isinstance(operation, Reduce | Scan):
-                self._operation(position, looped=True, last_use=position in last_use)
-                continue
-            value, dtype = self._row_value(operation)
-            names = self._result_names(position)
-            if isinstance(operation, Reduce):
-                reduction = accumulate(operation, value, dtype, names, self._row())
-                first, inside = reduction.before, reduction.inside
-                after += reduction.after
-            else:
-                first, inside = scan_block(operation, value, dtype, names, self._row(), carried=True)
-            before += first
-            for line in inside:
-                self.line(line, operation.origin)
-        inside_lines, self.lines, self.origin = self.lines, outside, origin
+        yield before, after
+        inside, self.lines, self.origin = self.lines, outside, origin
         self.depth -= 1
         for line in before:
             self.line(line)
         size = self.index_printer.size(dimension.size)
         self.line(f"for {start} in tl.range(0, {size}, {dimension.block_constant}, num_stages=LOOP_STAGES):")
-        self.lines += inside_lines
+        self.lines += inside
         self.origin = ""
-        lanes = f"tl.arange(0, {dimension.block_constant}){self.tile.broadcast_subscript(r)}"
         for line in after:
-            self.line(line.replace(self.row_lanes, lanes))
+            self.line(line)
 
     def _operation(self, position: int, looped: bool, last_use: bool = False) -> None:
         operation = self.kernel.operations[position]
