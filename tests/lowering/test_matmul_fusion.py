@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ import fxwrap
 from fxwrap import Options
 from fxwrap.devices import CPU
 from fxwrap.fx_passes import prepare_graph
-from fxwrap.lines import ExternCall, Launch
+from fxwrap.lines import ExternCall, Launch, PoolSlice
 from fxwrap.lowering.program import Lowered, lower_prepared
 from fxwrap.lowering.rules import RULES
 from tests.lowering.planned_programs import STRICT, plan
@@ -315,6 +315,23 @@ def test_matmuls_store_into_parts_of_a_tensor(function: Callable[..., Tensor], k
         wanted = [item.clone() for item in exact]
         for actual, want in ((result, function(*wanted)), (copies[2], wanted[2])):
             torch.testing.assert_close(actual, want.to(actual.dtype), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("language", ["cpp", "triton"])
+def test_matmuls_store_into_pools(language: Literal["cpp", "triton"]) -> None:
+    def function(x: Tensor, *weights: Tensor) -> Tensor:
+        for weight in weights:
+            x = functional.gelu(functional.linear(x, weight))
+        return x
+
+    operands = [torch.randn(sizes) / 8 for sizes in ((4, 64), (96, 64), (128, 96), (48, 128))]
+    options = GENERATED.replace(cpu_kernels=language, fallback="error", memory_planning="auto", memory_slack=1.0)
+    compiled = fxwrap.compile_graph(make_fx(function)(*operands), operands, options=options)
+    lines = list(compiled.program.lines())
+    slices = {line.result.name for line in lines if isinstance(line, PoolSlice)}
+    outs = [line.outs[0].name for line in lines if isinstance(line, Launch)]
+    assert [name in slices for name in outs] == [True, True, False]
+    assert_as_exact(compiled(*operands)[0], function(*operands), function(*map(Tensor.double, operands)), slack=1e-6)
 
 
 def normalised(x: Tensor, scale: Tensor, first: Tensor, second: Tensor) -> list[Tensor]:
