@@ -372,3 +372,20 @@ def test_matmuls_that_store_the_input_of_gelu_are_timed(
     assert called(program) == ["fxwrap.gelu_matmul.default" if fuses else "aten.addmm.default"]
     again = compiled(monkeypatch, tmp_path, RegionTimer(), layer, inputs, devices=[device])
     assert str(again.program) == str(program)
+
+
+@pytest.mark.parametrize("kernel_seconds", [1.0, 3.0])
+def test_scaled_float8_matmuls_are_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernel_seconds: float
+) -> None:
+    """On CPUs, torch multiplies float8 matrices with a scale for each."""
+    x, weight = [(torch.arange(count) % 7 - 3).float().to(torch.float8_e4m3fn) for count in (3 * 64, 48 * 64)]
+    inputs = [x.view(3, 64), weight.view(48, 64), torch.tensor(0.5), torch.tensor(2.0)]
+
+    def scaled(x: torch.Tensor, weight: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
+        return torch.relu(torch._scaled_mm(x, weight.t(), *scales, out_dtype=torch.bfloat16))
+
+    timer = RegionTimer((kernel_seconds, 2.0))
+    program = compiled(monkeypatch, tmp_path, timer, scaled, inputs).program
+    assert timer.regions == 1
+    assert called(program) == ([] if kernel_seconds < 2 else ["aten._scaled_mm.default"])
