@@ -89,10 +89,10 @@ exit codes: 0 success, 1 results disagree, 2 invalid command line, 3 compilation
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs a command line and returns its exit code; error messages go to stderr."""
+    """Runs a command line, help by default, and returns its exit code; error messages go to stderr."""
     try:
         with quiet_fake_errors(), without_broken_pipe():
-            chosen = _parser().parse_args(arguments)
+            chosen = _parser().parse_args(arguments or ["--help"])
             check_files(chosen)
             return int(chosen.run(chosen))
     except CommandError as error:

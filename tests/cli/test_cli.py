@@ -88,10 +88,13 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, out, err
 
 
-def test_help_has_examples(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("arguments", [["--help"], []])
+def test_help_has_examples(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as stopped:
-        main(["--help"])
+        main(arguments)
     assert stopped.value.code == 0
     output = capsys.readouterr().out
     for text in ("MODULE:NAME", "FILE.pt2", "examples:", "python -m fxwrap compare", "exit codes:"):
