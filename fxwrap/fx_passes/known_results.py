@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import Target
 
 from fxwrap.fx_passes.effects import attribute_of, fake_of, mutated_operands
 from fxwrap.torch_compat import (
@@ -94,19 +95,21 @@ def _is_understood(node: Node) -> bool:
 def _must_run(node: Node, value: object) -> bool:
     """Whether a call may do something besides returning a result and writing operands."""
     target = node.target
-    if isinstance(target, OpOverload):
-        return target.namespace not in ("aten", "prims") or value is None or _may_check_errors(target.name())
-    if isinstance(target, HigherOrderOperator) or target in _STATE_FUNCTIONS or value is None:
+    if _may_check_errors(target) or value is None:
         return True
-    return _may_check_errors(target if isinstance(target, str) else str(getattr(target, "__name__", "")))
+    if isinstance(target, OpOverload):
+        return target.namespace not in ("aten", "prims")
+    return isinstance(target, HigherOrderOperator) or target in _STATE_FUNCTIONS
 
 
-def _may_check_errors(name: str) -> bool:
-    """Whether an operator, function or method of this name may check the success of a factorisation.
+def _may_check_errors(target: Target) -> bool:
+    """Whether an operator, function or method may check the success of a factorisation.
 
     Since torch 2.12 that check is an effect, whose tokens AOTAutograd counts where it collects metadata.
     """
-    return name.removeprefix("aten::").removeprefix("linalg_").partition(".")[0] in _CHECKING
+    function = target.overloadpacket if isinstance(target, OpOverload) else target
+    name = function if isinstance(function, str) else str(getattr(function, "__name__", ""))
+    return name.removeprefix("linalg_") in _CHECKING
 
 
 _CHECKING = frozenset({

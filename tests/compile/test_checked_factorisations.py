@@ -44,8 +44,10 @@ def test_results_and_gradients(name: str, emitter: Emitter) -> None:
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
         assert result.requires_grad is trained
         if trained:
-            gradients, wanted = (torch.autograd.grad(item.square().sum(), inputs, allow_unused=True, materialize_grads=True)
-                                 for item in (result, expected))  # fmt: skip
+            gradients, wanted = [
+                torch.autograd.grad(item.square().sum(), inputs, allow_unused=True, materialize_grads=True)
+                for item in (result, expected)
+            ]
             for gradient, correct in zip(gradients, wanted, strict=True):
                 torch.testing.assert_close(gradient, correct, rtol=1e-3, atol=1e-3 * float(1 + correct.abs().max()))
 
