@@ -44,6 +44,7 @@ def test_borders_are_loops_of_their_own(length: int, before: int, after: int, dt
     source = check(padded(length, before, after, dtype, form))
     if before or after:
         assert "op::abs" not in source and "op::maximum" not in source and "op::minimum" not in source
+        assert "gather(" not in source, "elements of a segment are adjacent"
 
 
 def test_segments_between_borders_are_linear() -> None:

@@ -141,7 +141,7 @@ class StatementPrinter:
         match operation:
             case Load():
                 index = self.index(known)(operation.index)
-                is_gather = position in self.gather_loads
+                is_gather = position in self.gather_loads and not self._is_adjacent(operation)
                 plain = self.element(f"{operation.buffer}[{index}]", operation.dtype)
                 text = f"gather({operation.buffer}, {index})" if is_gather else plain
                 if operation.mask is None:
@@ -269,6 +269,16 @@ class StatementPrinter:
             return False
         used = [self.kernel.operations[at] for at in self.kernel.backward_slice([load.mask])]
         return not any(self.lane in index.axes() for item in used for index in indices(item))
+
+    def _is_adjacent(self, load: Load) -> bool:
+        """Whether lanes load adjacent elements, as in a segment of the lane's axis where an index is linear."""
+        lane, atoms = self.lane, load.index.atoms()
+        if lane is None or any(
+            isinstance(item, IndirectIndex) and lane in self.kernel.value_axes[item.operation] for item in atoms
+        ):
+            return False
+        stride = load.index.stride(lane)
+        return stride is not None and stride.constant in (-1, 0, 1)
 
     def _row_element(self, load: Load, condition: str, known: EmittedValues) -> str:
         """Returns the element of a load, or of the buffer's first row where a condition is false."""
