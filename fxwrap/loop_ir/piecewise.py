@@ -27,8 +27,8 @@ def piecewise_indices(kernel: Kernel, axis: Axis) -> dict[IndirectIndex, Pieces]
         for atom in index.atoms()
         if isinstance(atom, IndirectIndex) and axis in kernel.value_axes[atom.operation]
     ])  # fmt: skip
-    found = {atom: _pieces(kernel, atom.operation, axis) for atom in atoms} if isinstance(axis.size, int) else {}
-    return {atom: pieces for atom, pieces in found.items() if pieces is not None and len(pieces) <= MAX_PIECES}
+    every = {atom: _pieces(kernel, atom.operation, axis) for atom in atoms} if isinstance(axis.size, int) else {}
+    return {atom: pieces for atom, pieces in every.items() if pieces is not None and len(pieces) <= MAX_PIECES}
 
 
 def piece_of(pieces: Pieces, start: int, end: int) -> Index | None:
