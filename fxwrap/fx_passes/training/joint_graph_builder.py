@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from fxwrap.fx_passes.graph_copy import CallResults, expression_of, expressions_of, is_contiguous
+from fxwrap.fx_passes.graph_copy import CallResults, expressions_of, is_contiguous
 from fxwrap.fx_passes.prepared_graph import Target
 from fxwrap.loop_ir import HALF_PRECISION
 from fxwrap.torch_compat import FakeTensor
@@ -45,33 +43,6 @@ class JointGraphBuilder:
             call = self._graph.call_function(target, arguments, keywords)
         fakes = {operand: operand.meta["val"] for operand in call.all_input_nodes}
         call.meta = {**self._node.meta, "val": self.results.run(call, fakes, self.replaced)}
-        return call
-
-    def size(self, operand: Node, dim: int) -> int | Node:
-        """Returns a size of an operand: that of a symbolic one is a node, the graph's input if it is one."""
-        size: int | torch.SymInt = operand.meta["val"].shape[dim]
-        if isinstance(size, int):
-            return size
-        expression = expression_of(size)
-        inputs: Sequence[Node] = self._graph.find_nodes(op="placeholder")
-        for node in inputs:
-            if isinstance(node.meta.get("val"), torch.SymInt) and expression_of(node.meta["val"]) == expression:
-                return node
-        return self._number(_aten.sym_size.int, operand, dim % operand.meta["val"].ndim)
-
-    def product(self, left: int | Node, right: int | Node) -> int | Node:
-        """Returns the product of two sizes, which is a node if one of them is."""
-        if left == 1 or right == 1:
-            return left if right == 1 else right
-        if isinstance(left, int) and isinstance(right, int):
-            return left * right
-        return self._number(operator.mul, left, right)
-
-    def _number(self, target: Target, *arguments: Any) -> Node:
-        with self._graph.inserting_before(self._node):
-            call = self._graph.call_function(target, arguments)
-        values = [item.meta["val"] if isinstance(item, Node) else item for item in arguments]
-        call.meta = {**self._node.meta, "val": target(*values)}
         return call
 
     @property
