@@ -206,6 +206,15 @@ def test_short_contiguous_rows_are_inner_loops(operation: str, stride: int, inne
     assert source.split("for (int64_t ")[-1].startswith(inner)
 
 
+def test_rows_with_gaps_may_be_none() -> None:
+    """As in the gradient of a factorisation of an empty complex matrix."""
+
+    def formula(body: KernelBuilder, row: Axis, column: Axis) -> None:
+        body.store("out", as_index(row) * 4 + as_index(column), body.constant(0.0, F32))
+
+    assert "fxwrap_empty(float* out)" in print_cpp_kernel(pointwise(formula, 0, 2), "empty").source
+
+
 def in_several_layouts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     y = (x.float() * 1.5 + 1).to(torch.float16)
     return y, y.mT.contiguous(), y.flip(-1), torch.stack([y, y], -1)

@@ -83,7 +83,7 @@ def plan_row_blocks(kernel: Kernel) -> RowBlocks | None:
     length = element.size
     if not isinstance(row.size, int) or not isinstance(length, int):
         return None
-    if not 1 < length < MAX_OVERLAPPING or length % VECTOR_LANES == 0 or row.size == 1:
+    if not 1 < length < MAX_OVERLAPPING or length % VECTOR_LANES == 0 or row.size < 2:
         return None
     if not all(_is_movable(item, row, element) for item in kernel.operations):
         return None
