@@ -31,7 +31,12 @@ from fxwrap.fx_passes import (
 from fxwrap.fx_passes.effects import fake_of, storage_of
 from fxwrap.lines import Return
 from fxwrap.options import FIRST_CALL, Options, Step, enabled_steps
-from fxwrap.runtime.plain_inputs import with_plain_inputs, with_traced_boxed_inputs, with_traced_inputs
+from fxwrap.runtime.plain_inputs import (
+    with_plain_inputs,
+    with_traced_boxed_inputs,
+    with_traced_dtypes,
+    with_traced_inputs,
+)
 from fxwrap.torch_compat import (
     AotGraphInfo,
     aot_autograd,
@@ -46,6 +51,7 @@ from fxwrap.torch_compat import (
     is_forward_mode_active,
     is_precompiling,
     is_traced_class,
+    random_number_inputs,
     report_output_strides,
     serializable_callable,
 )
@@ -154,12 +160,20 @@ def make_backend(
                 compiled = _with_autograd(options, compile_with, savable=True)(graph_module, example_inputs)
             if is_aot_compiling():
                 return serializable_callable(compiled, subclassed)
+        if dtypes := _random_numbers(graph_module, example_inputs):
+            compiled = with_traced_dtypes(compiled, dtypes)
         if not subclassed:  # Dynamo guards the classes of inputs
             return compiled
         return with_traced_inputs(compiled)
 
     _dynamo_pause.add(backend)
     return backend
+
+
+def _random_numbers(graph_module: GraphModule, example_inputs: Sequence[object]) -> dict[int, torch.dtype]:
+    """Returns the dtypes of inputs that are numbers of Python's `random`, by position."""
+    items = [(position, example_inputs[position]) for position in random_number_inputs(graph_module)]
+    return {position: item.dtype for position, item in items if isinstance(item, torch.Tensor)}
 
 
 def _with_autograd(

@@ -6,7 +6,7 @@ kernels and plain views read the memory. The program runs on plain tensors in pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,18 @@ def with_traced_inputs(function: Callable[..., Any]) -> Callable[..., Any]:
         if _UNTRACED_CLASSES.issuperset(map(type, inputs)):
             return function(*inputs)
         return function(*map(without_traced_class, inputs))
+
+    return call
+
+
+def with_traced_dtypes(function: Callable[..., Any], dtypes: Mapping[int, torch.dtype]) -> Callable[..., Any]:
+    """Returns a function that converts the tensors at these positions to the dtypes that were traced."""
+
+    def call(*inputs: Any) -> Any:
+        converted = [*inputs]
+        for position, dtype in dtypes.items():
+            converted[position] = inputs[position].to(dtype)
+        return function(*converted)
 
     return call
 

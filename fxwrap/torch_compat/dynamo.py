@@ -68,6 +68,18 @@ def aot_autograd(
     return preserve_eager_rng
 
 
+def random_number_inputs(graph_module: torch.fx.GraphModule) -> list[int]:
+    """Returns the positions of a Dynamo graph's inputs that are numbers of Python's `random`.
+
+    Why: Dynamo before torch 2.15 traces a float as a tensor of the default dtype, and passes one of float64.
+    """
+    from torch._dynamo.source import RandomValueSource
+
+    arguments = [node.meta.get("grapharg") for node in graph_module.graph.find_nodes(op="placeholder")]
+    sources = [getattr(argument, "source", None) for argument in arguments]
+    return [position for position, source in enumerate(sources) if isinstance(source, RandomValueSource)]
+
+
 def min_cut_partitioner(
     fusible: Collection[OpOverloadPacket] = (),
     recomputable: Collection[OpOverloadPacket] = (),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -370,3 +371,18 @@ def test_peak_memory_is_bounded_by_live_bytes(kind: str, emitter: str) -> None:
     if owns_inputs:
         released = [item for item in program.inputs if item.ownership in (Ownership.SHARED, Ownership.OWNED)]
         assert len(released) > len(program.inputs) // 4
+
+
+def test_numbers_of_python_random() -> None:
+    """Dynamo before torch 2.15 passes a float64 tensor where it traced a float32 one."""
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + random.uniform(10, 20), x * random.randint(2, 90)
+
+    for dynamic in (False, True):
+        compiled = torch.compile(function, backend="fxwrap", fullgraph=True, dynamic=dynamic)
+        x = torch.randn(3, requires_grad=dynamic)
+        random.seed(1)
+        results = [compiled(x) for _ in range(3)]
+        random.seed(1)
+        torch.testing.assert_close(results, [function(x) for _ in range(3)])
