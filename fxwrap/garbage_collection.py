@@ -11,17 +11,10 @@ def collect_in_pause() -> None:
     """Collects the new objects of a pause, many of which are garbage in cycles; does nothing outside of one.
 
     A caller that waits for other processes has the time that the end of the pause would take. What is left is old
-    afterwards: Dynamo collects the two younger generations at the end of each compile, and would visit it again. It
-    does not count as new among the old objects, of which many let Python collect all objects of the process.
+    afterwards: Dynamo collects the two younger generations at the end of each compile, and would visit it again.
     """
-    if gc.isenabled():
-        return
-    if gc.get_freeze_count():  # objects of others, which stay frozen
+    if not gc.isenabled():
         gc.collect(1)
-        return
-    gc.collect(0)
-    gc.freeze()
-    gc.unfreeze()
 
 
 @contextmanager
