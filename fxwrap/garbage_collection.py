@@ -8,13 +8,12 @@ from contextlib import contextmanager
 
 
 def collect_in_pause() -> None:
-    """Collects the new objects of a pause, many of which are garbage in cycles; does nothing outside of one.
+    """Collects the new objects of a pause, most of which are garbage in cycles; does nothing outside of one.
 
-    A caller that waits for other processes has the time that the end of the pause would take. What is left is old
-    afterwards: Dynamo collects the two younger generations at the end of each compile, and would visit it again.
+    A caller that waits for other processes has the time that the end of the pause would take.
     """
     if not gc.isenabled():
-        gc.collect(1)
+        gc.collect(0)
 
 
 @contextmanager
