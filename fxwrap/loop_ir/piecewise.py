@@ -77,8 +77,10 @@ def _selected(
     for start, end, x, y in _common(first, second, axis):
         difference = x - y
         stride = difference.stride(axis)
-        rest = None if stride is None or stride.constant is None else difference - as_index(axis) * stride.constant
-        if stride is None or stride.constant is None or rest is None or rest.constant is None:
+        if stride is None or stride.constant is None:
+            return None
+        rest = difference - as_index(axis) * stride.constant
+        if rest.constant is None:
             return None
         larger, smaller = choose(x, y)
         signs = [stride.constant * at + rest.constant >= 0 for at in (start, end - 1)]
