@@ -26,6 +26,7 @@ from fxwrap.loop_ir.row_parts import *
 from fxwrap.loop_ir.segment_fusion import *
 from fxwrap.loop_ir.segments import *
 from fxwrap.loop_ir.selected_constants import *
+from fxwrap.loop_ir.shared_windows import *
 from fxwrap.loop_ir.small_integers import *
 from fxwrap.loop_ir.split import *
 from fxwrap.loop_ir.streaming import *

@@ -77,7 +77,8 @@ def _fuse_along(kernel: Kernel, axis: Axis, hint: Callable[[Size], int], near_by
             results |= comparisons_at(kernel, axis, number)
         segments.append(decide_comparisons(kernel, results))
     live = [_live_accesses(segment) for segment in segments]
-    fused = _merge(segments, axis, Axis(f"{axis.name}s", length))
+    inner = Axis(f"{axis.name}s", length)
+    fused = merge_iterations(segments, axis, inner, lambda number: as_index(inner.size) * number + inner)
     shares: dict[int, float] = {}
     for position in set().union(*live):
         is_along = axis in kernel.address_axes[position]
@@ -156,19 +157,20 @@ def _live_accesses(kernel: Kernel) -> set[int]:
     return {position for position in live if isinstance(operations[position], Load | Store)}
 
 
-def _merge(segments: Sequence[Kernel], axis: Axis, inner: Axis) -> Kernel:
-    """Returns a kernel whose iterations along `inner` compute an element of each segment of an axis.
+def merge_iterations(kernels: Sequence[Kernel], axis: Axis, inner: Axis, element: Callable[[int], Index]) -> Kernel:
+    """Returns a kernel whose iterations along `inner` compute an element of each kernel along an axis.
 
-    Equal operations of several segments are added once. The stores into one buffer follow each other.
+    `element` returns that of the kernel of a number. Equal operations of several kernels are added once. The stores
+    into one buffer follow each other.
     """
     operations: list[Operation] = []
     numbers: dict[Operation, int] = {}
     stores: list[Store] = []
-    for number, segment in enumerate(segments):
+    for number, kernel in enumerate(kernels):
         new: dict[int, int] = {}
-        mapping: dict[Atom, IndexLike] = {axis: as_index(inner.size) * number + inner}
+        mapping: dict[Atom, IndexLike] = {axis: element(number)}
         index = partial(renumber_index, new.__getitem__, mapping)
-        for position, operation in enumerate(eliminate_dead_operations(segment).operations):
+        for position, operation in enumerate(eliminate_dead_operations(kernel).operations):
             moved = map_operation(operation, new.__getitem__, index)
             if isinstance(moved, Store):
                 stores.append(moved)
@@ -177,7 +179,7 @@ def _merge(segments: Sequence[Kernel], axis: Axis, inner: Axis) -> Kernel:
                 numbers[moved] = len(operations)
                 operations.append(moved)
             new[position] = numbers[moved]
-    first = segments[0]
+    first = kernels[0]
     axes = tuple([inner if item == axis else item for item in first.axes])
     buffers = [item.name for item in first.outputs]
     stores.sort(key=lambda store: buffers.index(store.buffer))

@@ -27,6 +27,7 @@ from fxwrap.loop_ir import (
     merge_complementary_loads,
     reinplace_output,
     select_unconverted_elements,
+    share_windows,
     strided_index,
     unroll_short_rows,
 )
@@ -254,7 +255,10 @@ def _canonicalize_axes(
     fused = fuse_segments(kernel, hint, NEAR_BYTES if is_parallel else CACHE_LINE_BYTES)
     kernel = merge_complementary_loads(kernel) if fused is kernel else canonicalize_axes(fused, hint)
     kernel = drop_repeated_masks(kernel)
-    return kernel if is_parallel else select_unconverted_elements(kernel)
+    if not is_parallel:
+        return select_unconverted_elements(kernel)
+    shared = share_windows(kernel, hint)
+    return kernel if shared is kernel else drop_repeated_masks(canonicalize_axes(shared, hint))
 
 
 def _buffer(name: str, value: Value) -> Buffer:

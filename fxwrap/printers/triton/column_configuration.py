@@ -51,6 +51,9 @@ _TRANSPOSED_COLUMNS, _TRANSPOSED_ROWS, _TRANSPOSED_STEP = 128, 128, 32
 _TRANSPOSED_ELEMENTS = 8192
 """The elements of such a program at least, if there are so many."""
 
+_WINDOW_ROWS = 16
+"""The rows of a step of a loop whose iterations load many elements, as those of windows."""
+
 _FEW_COLUMNS = 64
 """The columns for each multiprocessor up to which outer reductions have fewer of them in a program."""
 
@@ -64,6 +67,8 @@ def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
     narrow = _narrow_tiles(kernel, inner, hint, spec)
     if other is not None and hint(kernel.reduced_count) > _FEW_ROWS:
         narrow = [_transposed_tile(kernel, inner, other, hint), *narrow]
+    if len(full_tile_loads(kernel)) > _STEP_LOADS:
+        narrow.insert(0, _window_tile(kernel, inner, hint))
     whole = _whole_tiles(kernel, inner, hint, spec)
     loops = _loops(kernel, inner, hint, spec)
     return [*narrow, *loops, *whole] if _prefers_loops(kernel, inner, hint) else [*narrow, *whole, *loops]
@@ -100,6 +105,13 @@ def _transposed_tile(kernel: Kernel, inner: Axis, other: Axis, hint: Hint) -> Ti
     warps = min(warps_of_tile(elements, WARP_LANES if looped else _scanned_elements(kernel) if kernel.scans else 16), 8)
     tile = TileConfiguration(x=(inner,), y=(other,), x_block=x_block, y_block=y_block, r_block=rows)
     return replace(tile, looped=looped, num_warps=warps)
+
+
+def _window_tile(kernel: Kernel, inner: Axis, hint: Hint) -> TileConfiguration:
+    """Returns a loop in whose steps each thread has few columns of one row, and loads windows of their elements."""
+    width = min(WARP_LANES, next_power_of_2(hint(inner.size)))
+    rows = min(_WINDOW_ROWS * (WARP_LANES // width), next_power_of_2(hint(kernel.reduced_count)))
+    return TileConfiguration(x=(inner,), x_block=width, r_block=rows, looped=True, num_warps=4)
 
 
 def _scanned_elements(kernel: Kernel) -> int:
