@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +66,10 @@ class ConvolutionLayoutCosts:
     products_per_byte: int = 32
 
 
+_SHARING_WINDOWS = (4, 5, 6, 7, 8)
+"""The numbers of neighbouring windows whose shared loads make a kernel of these faster than a library's."""
+
+
 @dataclass(frozen=True, slots=True)
 class ConvolutionTraits:
     """Traits of convolutions of images.
@@ -75,6 +81,8 @@ class ConvolutionTraits:
         pointwise_matmul_dtypes: dtypes in which convolutions of sequences by single elements are faster as matmuls.
         unfused_bias_dtypes: dtypes in which a library adds biases, and sums their gradients, in passes of its own.
         prepacked_dtypes: dtypes in which frozen weights are prepacked; batch norms are then folded into them.
+        depthwise_windows: by dtype, the most elements of a window with which results of depthwise convolutions, the
+            gradients of their images, and those of their weights are kernels.
     """
 
     channels_last_dtypes: Dtypes = frozenset()
@@ -83,6 +91,19 @@ class ConvolutionTraits:
     pointwise_matmul_dtypes: Dtypes = frozenset()
     unfused_bias_dtypes: Dtypes = frozenset()
     prepacked_dtypes: Dtypes = frozenset()
+    depthwise_windows: tuple[tuple[torch.dtype, tuple[int, int, int]], ...] = ()
+
+    def generates_depthwise(
+        self, dtype: torch.dtype, kernel: Sequence[int], image: Sequence[int], results: Sequence[bool]
+    ) -> bool:
+        """Whether kernels compute results of a depthwise convolution: the result, the gradients of image and weight.
+
+        Each is faster by windows that share loads along a dimension, which some numbers of elements divide.
+        """
+        limits = dict(self.depthwise_windows).get(dtype, (0, 0, 0))
+        limit = min([limit for limit, is_computed in zip(limits, results, strict=True) if is_computed], default=0)
+        is_shared = any(size % count == 0 for size in image for count in _SHARING_WINDOWS)
+        return is_shared and math.prod(kernel) <= limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +372,7 @@ CUDA = DeviceSpec(
         patch_matmul_widths=((torch.float16, 16), (torch.bfloat16, 2)),
         pointwise_matmul_dtypes=_HALF,
         unfused_bias_dtypes=_HALF | {torch.float32},
+        depthwise_windows=((torch.bfloat16, (25, 25, 0)), (torch.float32, (49, 49, 49))),
     ),
     matmuls=MatmulTraits(
         epilogue_dtypes=_HALF,

@@ -14,6 +14,7 @@ from fxwrap.fx_passes.attention.decoding import split_decoding_attention
 from fxwrap.fx_passes.attention.flex import expand_flex_attention
 from fxwrap.fx_passes.attention.recognize import recognize_attention
 from fxwrap.fx_passes.convolutions.biases import unfuse_convolution_biases
+from fxwrap.fx_passes.convolutions.depthwise import split_depthwise_gradients
 from fxwrap.fx_passes.convolutions.frozen import freeze_convolutions
 from fxwrap.fx_passes.convolutions.layouts import optimize_layouts
 from fxwrap.fx_passes.convolutions.pointwise import rewrite_pointwise_convolutions
@@ -158,6 +159,10 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     Step(
         "unfuse_convolution_biases", "let kernels add the biases of convolutions and sum their gradients",
         unfuse_convolution_biases, "fuse",
+    ),
+    Step(
+        "split_depthwise_gradients", "let kernels compute gradients of images of depthwise convolutions alone",
+        split_depthwise_gradients, "fuse",
     ),
     Step("pad_matmuls", "pad large matmuls to aligned row lengths (pad_mm)", pad_matmuls, "fuse"),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from fxwrap.devices import DeviceSpec, language_traits
 from fxwrap.lowering.builder import FakeValue, LoweringRequest
 from fxwrap.lowering.fusion.definitions import definitions_in
 from fxwrap.lowering.graph_definitions import DefinitionOperand, library_call_reason
-from fxwrap.lowering.rules import MATMUL_RULES, RULES
+from fxwrap.lowering.rules import LIBRARY_RULES, RULES
 from fxwrap.wrapper_ir.operators import OperatorSchema
 
 Arguments: TypeAlias = tuple[tuple[DefinitionOperand, ...], tuple[tuple[str, DefinitionOperand], ...]]
@@ -37,7 +37,7 @@ class DeclineRules:
         if not options.fuse:
             return "fusion is off"
         if name in self.request.declined_nodes:
-            if schema.name in MATMUL_RULES:
+            if schema.name in LIBRARY_RULES:
                 return "a library call: no schedule of a kernel fits it"
             return "its kernel could not be generated"
         if name in self.request.library_calls:
@@ -46,7 +46,7 @@ class DeclineRules:
             return "a user's lowering replaces it"
         if schema.name in options.preserve_ops:
             return "the options preserve it"
-        has_rule = schema.name in RULES or schema.name in MATMUL_RULES
+        has_rule = schema.name in RULES or schema.name in LIBRARY_RULES
         library_call = None if has_rule else library_call_reason(schema.name)
         if library_call is not None:  # attention may draw random numbers, too
             return library_call
@@ -63,7 +63,7 @@ class DeclineRules:
         if len(devices) != 1:
             return "its tensors are on several devices"
         device = next(iter(devices))
-        if schema.name in MATMUL_RULES and not self._has_matmul_kernels(device):
+        if schema.name in LIBRARY_RULES and not self._has_library_kernels(device):
             return library_call_reason(schema.name)
         if not self.has_kernels(device) or schema.name in self.specs[device.type].prefer_extern_ops:
             return "the device has no kernels for it"
@@ -74,8 +74,8 @@ class DeclineRules:
         spec = self.specs.get(device.type)
         return spec is not None and bool(spec.kernel_language)
 
-    def _has_matmul_kernels(self, device: torch.device) -> bool:
-        """Whether a kernel may compute a matmul on a device: as text, not as a region."""
+    def _has_library_kernels(self, device: torch.device) -> bool:
+        """Whether a kernel may compute a matmul or a convolution on a device: as text, not as a region."""
         return self.has_kernels(device) and not language_traits(self.specs[device.type].kernel_language).takes_regions
 
     def can_fuse(self, name: str) -> bool:

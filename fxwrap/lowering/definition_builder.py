@@ -59,7 +59,7 @@ from fxwrap.lowering.graph_definitions import (
     as_definition,
     library_call_reason,
 )
-from fxwrap.lowering.rules import MATMUL_RULES, RULES, Declined, LoweringResult, OperatorCall
+from fxwrap.lowering.rules import LIBRARY_RULES, RULES, Declined, LoweringResult, OperatorCall
 from fxwrap.lowering.symbols.cpu_scalars import CpuScalarReads, ScalarRead
 from fxwrap.lowering.symbols.unbacked import derive_symbols, is_asserted_read
 from fxwrap.symbolic import make_symbol
@@ -212,7 +212,7 @@ class DefinitionBuilder:
             matrix_bytes(node, self.builder.fakes) if self.options.combo_kernels and spec.combo_kernel_bytes else None,
         )  # fmt: skip
         try:
-            return schema, (RULES.get(schema.name) or MATMUL_RULES[schema.name])(call), reads
+            return schema, (RULES.get(schema.name) or LIBRARY_RULES[schema.name])(call), reads
         except Declined as declined:
             return str(declined)
 

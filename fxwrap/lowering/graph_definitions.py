@@ -11,6 +11,7 @@ import sympy
 import torch
 from torch.fx import Node
 
+from fxwrap.caching import bounded_cache
 from fxwrap.lowering.builder import NodeCoverage
 from fxwrap.lowering.calls.reinplace import ReinplacePlan
 from fxwrap.lowering.fusion.definitions import (
@@ -191,11 +192,16 @@ _FAMILIES = {
 }
 
 
-def library_call_reason(name: str) -> str | None:
-    """Returns why a matmul, convolution or attention ("aten.mm.default") is a call, None for other operators."""
+@bounded_cache(4096)
+def library_family(name: str) -> str | None:
+    """Returns the family of an operator ("aten.mm.default"): "matmul", "convolution", "attention" or None."""
     namespace, _, rest = name.partition(".")
     operator = rest.partition(".")[0].removesuffix("_backward")
-    for family, pattern in _FAMILIES.items():
-        if namespace in ("aten", "mkldnn") and re.fullmatch(pattern, operator):
-            return f"a library call, by design: {family}"
-    return None
+    families = _FAMILIES.items() if namespace in ("aten", "mkldnn") else ()
+    return next((family for family, pattern in families if re.fullmatch(pattern, operator)), None)
+
+
+def library_call_reason(name: str) -> str | None:
+    """Returns why a matmul, convolution or attention ("aten.mm.default") is a call, None for other operators."""
+    family = library_family(name)
+    return None if family is None else f"a library call, by design: {family}"

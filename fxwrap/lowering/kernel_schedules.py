@@ -32,9 +32,8 @@ from fxwrap.lowering.fusion.independent import independent_parts
 from fxwrap.lowering.fusion.iteration_mappings import IterationMapping, KernelPlan, Member, joined_plan
 from fxwrap.lowering.fusion.kernels import build_kernel
 from fxwrap.lowering.fusion.tracing import Trace, has_byte_weights
-from fxwrap.lowering.graph_definitions import GraphDefinitions
+from fxwrap.lowering.graph_definitions import GraphDefinitions, library_family
 from fxwrap.lowering.launches import kernel_request
-from fxwrap.lowering.rules import MATMUL_RULES
 from fxwrap.lowering.rules.registry import may_reduce_rows
 from fxwrap.lowering.symbols.table import KernelHints, SizeHints
 from fxwrap.printers import has_schedule
@@ -45,7 +44,7 @@ from fxwrap.wrapper_ir import Value
 def is_matmul(definition: Definition, operator: str) -> bool:
     """Whether a result of an operator is the sum of products of a matmul, not of integers that select its operands."""
     is_sum = isinstance(definition, Reduced) and definition.source.dtype.is_floating_point
-    return is_sum and operator in MATMUL_RULES
+    return is_sum and library_family(operator) == "matmul"
 
 
 @dataclass(eq=False)

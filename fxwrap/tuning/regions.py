@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxwrap.devices import CUDA
 from fxwrap.lines import Launch
 from fxwrap.loop_ir import FLOAT8
-from fxwrap.lowering.rules import MATMUL_RULES
+from fxwrap.lowering.graph_definitions import library_family
 from fxwrap.runtime.native import cpu_description
 from fxwrap.tuning.task import argument_set_count
 from fxwrap.wrapper_ir import Program, TensorType, Value
@@ -60,7 +60,9 @@ def matmul_regions(program: Program, graph: Graph, library: Program | None = Non
     `library` is the program in which these matmuls are library calls. Its kernels that compute nodes of a region are
     part of it with all their nodes, since a program in which the matmul is a kernel computes these otherwise.
     """
-    names = {node.name for node in graph.nodes if node.op == "call_function" and str(node.target) in MATMUL_RULES}
+    names = {
+        node.name for node in graph.nodes if node.op == "call_function" and library_family(str(node.target)) == "matmul"
+    }
     others = [] if library is None else [(_kernels(library, [item]), _nodes([item])) for item in _launches(library)]
     regions: dict[str, MatmulRegion] = {}
     for group in _launch_groups(program):

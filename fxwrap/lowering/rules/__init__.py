@@ -4,6 +4,7 @@ from fxwrap.lowering.rules import activations as activations
 from fxwrap.lowering.rules import arithmetic as arithmetic
 from fxwrap.lowering.rules import copies as copies
 from fxwrap.lowering.rules import creation as creation
+from fxwrap.lowering.rules import depthwise_convolutions as depthwise_convolutions
 from fxwrap.lowering.rules import embedding_gradients as embedding_gradients
 from fxwrap.lowering.rules import functions as functions
 from fxwrap.lowering.rules import grid_samples as grid_samples

@@ -27,7 +27,7 @@ from fxwrap.lowering.fusion.tracing import read_bytes, resolve_views
 from fxwrap.lowering.graph_definitions import library_call_reason
 from fxwrap.lowering.rules.indexing_common import unchecked_indirect_index
 from fxwrap.lowering.rules.registry import (
-    MATMUL_RULES,
+    LIBRARY_RULES,
     MAX_TUNED_ROWS,
     Declined,
     LoweringResult,
@@ -163,12 +163,12 @@ def _with_addend(
     return call.define(body)
 
 
-@lowering_rule("aten.mm.default", "aten.bmm.default", dtypes="float", rules=MATMUL_RULES)
+@lowering_rule("aten.mm.default", "aten.bmm.default", dtypes="float", rules=LIBRARY_RULES)
 def _mm(call: OperatorCall, left: Definition, right: Definition) -> LoweringResult:
     return _matrix_product(call, left, right)
 
 
-@lowering_rule("aten.addmm.default", "aten.baddbmm.default", dtypes="float", rules=MATMUL_RULES)
+@lowering_rule("aten.addmm.default", "aten.baddbmm.default", dtypes="float", rules=LIBRARY_RULES)
 def _addmm(
     call: OperatorCall, addend: Definition, left: Definition, right: Definition, *, beta: NumberOrSymbol,
     alpha: NumberOrSymbol,
@@ -199,7 +199,7 @@ def _has_contiguous_columns(matrices: Definition) -> bool:
     return outer == others and second - first == ONE
 
 
-@lowering_rule("aten._grouped_mm.default", rules=MATMUL_RULES)
+@lowering_rule("aten._grouped_mm.default", rules=LIBRARY_RULES)
 def _grouped_mm(
     call: OperatorCall,
     left: Definition,
@@ -240,12 +240,12 @@ def _matrix_vector_product(call: OperatorCall, matrix: Definition, vector: Defin
     )
 
 
-@lowering_rule("aten.mv.default", dtypes="float", rules=MATMUL_RULES)
+@lowering_rule("aten.mv.default", dtypes="float", rules=LIBRARY_RULES)
 def _mv(call: OperatorCall, matrix: Definition, vector: Definition) -> LoweringResult:
     return _matrix_vector_product(call, matrix, vector)
 
 
-@lowering_rule("aten.addmv.default", dtypes="float", rules=MATMUL_RULES)
+@lowering_rule("aten.addmv.default", dtypes="float", rules=LIBRARY_RULES)
 def _addmv(
     call: OperatorCall, addend: Definition, matrix: Definition, vector: Definition, *, beta: NumberOrSymbol,
     alpha: NumberOrSymbol,

@@ -6,10 +6,8 @@ contain it, instead of windows adding to elements.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -20,83 +18,25 @@ from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indice
 from fxwrap.lowering.rules.indexing_common import (
     Condition,
     all_of,
-    index_equal,
     index_greater_equal,
     index_less,
     masked_sum,
     masked_where,
-    statically_known_nonnegative,
 )
 from fxwrap.lowering.rules.registry import Declined, LoweringResult, OperatorCall, lowering_rule
+from fxwrap.lowering.rules.windows import (
+    CoveringWindow,
+    Plane,
+    Windows,
+    input_indices,
+    is_window_in_bounds,
+    sum_over_windows,
+    window_offsets,
+)
 from fxwrap.symbolic import Size
 
 _MAX_WINDOW_ELEMENTS = 27
 """Windows up to 5 by 5 or 3 by 3 by 3; unrolling larger ones is not faster than a library's loop."""
-
-
-@dataclass(frozen=True)
-class PoolingWindows:
-    """The windows of a pool along one dimension: window w covers the indices w * stride - padding + k * dilation."""
-
-    size: Size
-    count: Size
-    width: int
-    stride: int
-    padding: int
-    dilation: int
-
-    def input_index(self, window: IndexLike, offset: int) -> Index:
-        """Returns the input index of element `offset` of a window."""
-        return as_index(window) * self.stride + (offset * self.dilation - self.padding)
-
-    def in_bounds(self, reader: ElementReader, window: IndexLike, offset: int) -> Condition:
-        """Returns whether element `offset` of a window is in the input."""
-        input_index = self.input_index(window, offset)
-        return all_of(index_greater_equal(reader, input_index, 0), index_less(reader, input_index, self.size))
-
-    @property
-    def max_before_input(self) -> int:
-        """The most elements of a window that are before the input."""
-        return min(-(-self.padding // self.dilation), self.width - 1)
-
-    def within_padding(self, reader: ElementReader, window: IndexLike, offset: int) -> Condition:
-        """Returns whether element `offset` of a window is in the input or its padding; a window may end beyond both."""
-        return index_less(reader, self.input_index(window, offset), as_index(self.size) + self.padding)
-
-    def counts_all(self, *, padding: bool) -> bool:
-        """Whether all elements of all windows are known to be in the input, or else in its `padding`."""
-        end = (as_index(self.count) - 1) * self.stride + (self.width - 1) * self.dilation - self.padding
-        last = as_index(self.size) - 1 + (self.padding if padding else 0)
-        return statically_known_nonnegative(last - end) and (padding or self.padding == 0)
-
-    @property
-    def max_covering_windows(self) -> int:
-        """The most windows from whose first to whose last element one element can be."""
-        return -(-((self.width - 1) * self.dilation + 1) // self.stride)
-
-    def covering_window(self, reader: ElementReader, input_index: IndexLike, number: int) -> CoveringWindow:
-        """Returns the window that is so many windows before the last one that may contain an element."""
-        padded = as_index(input_index) + self.padding
-        last, offset = padded // self.stride, padded % self.stride + number * self.stride
-        covers = index_less(reader, offset, (self.width - 1) * self.dilation + 1)
-        if self.dilation > 1:
-            covers = all_of(covers, index_equal(reader, offset % self.dilation, 0))
-        exists = all_of(
-            index_greater_equal(reader, last, number), index_less(reader, last, as_index(self.count) + number)
-        )
-        return CoveringWindow(last - number, offset, all_of(exists, covers))
-
-
-@dataclass(frozen=True)
-class CoveringWindow:
-    """A window, the offset of an element from its start, and whether the window exists and contains the element."""
-
-    window: Index
-    offset: Index
-    exists: Condition
-
-
-Plane = tuple[PoolingWindows, ...]
 
 
 def _pooling_windows(call: OperatorCall, x: Definition, counts: Sequence[Size]) -> Plane:
@@ -110,11 +50,7 @@ def _pooling_windows(call: OperatorCall, x: Definition, counts: Sequence[Size]) 
     if math.prod(options[0]) > _MAX_WINDOW_ELEMENTS:
         raise Declined(f"its windows have {math.prod(options[0])} elements")
     sizes = x.sizes[len(x.sizes) - rank :]
-    return tuple([PoolingWindows(*numbers) for numbers in zip(sizes, counts, *options, strict=True)])
-
-
-def _offsets(widths: Iterable[int]) -> Iterator[tuple[int, ...]]:
-    return itertools.product(*[range(width) for width in widths])
+    return tuple([Windows(*numbers) for numbers in zip(sizes, counts, *options, strict=True)])
 
 
 def _rank(call: OperatorCall) -> int:
@@ -143,10 +79,10 @@ def _window_max(reader: ElementReader, x: Definition, plane: Plane, indices: Ind
     """
     outer, at = list(indices[: -len(plane)]), indices[-len(plane) :]
     number = -math.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
-    offsets = [*_offsets(windows.width for windows in plane)]
+    offsets = [*window_offsets(windows.width for windows in plane)]
 
     def element(offset: tuple[int, ...]) -> tuple[Scalar, Scalar]:
-        valid, index = _window_in_bounds(reader, plane, at, offset), _input_indices(plane, at, offset)
+        valid, index = is_window_in_bounds(reader, plane, at, offset), input_indices(plane, at, offset)
         load = partial(reader.load, x, [*outer, *index], number)
         value = masked_where(reader, valid, load, lambda: reader.number(number, x.dtype))
         return value, _first_offset(reader, plane, at, ()) if offset == offsets[0] else _offset(reader, plane, offset)
@@ -161,7 +97,7 @@ def _window_max(reader: ElementReader, x: Definition, plane: Plane, indices: Ind
 
 def _window_start(plane: Plane, at: Indices) -> Index:
     """Returns the position of a window's first element in a row-major plane, before it where that is in the padding."""
-    return _flat_index(plane, _input_indices(plane, at, (0,) * len(plane)))
+    return _flat_index(plane, input_indices(plane, at, (0,) * len(plane)))
 
 
 def _offset(reader: ElementReader, plane: Plane, offset: Sequence[int]) -> Scalar:
@@ -192,14 +128,6 @@ def _larger(best: tuple[Scalar, Scalar], other: tuple[Scalar, Scalar]) -> tuple[
     return best[0].maximum(other[0]), wins.where(other[1], best[1])  # NaN too; alone it needs none of the comparisons
 
 
-def _window_in_bounds(reader: ElementReader, plane: Plane, at: Indices, offset: tuple[int, ...]) -> Condition:
-    return all_of(*[windows.in_bounds(reader, window, k) for windows, window, k in zip(plane, at, offset, strict=True)])
-
-
-def _input_indices(plane: Plane, at: Indices, offset: tuple[int, ...]) -> list[Index]:
-    return [windows.input_index(window, k) for windows, window, k in zip(plane, at, offset, strict=True)]
-
-
 def _flat_index(plane: Plane, indices: Sequence[Index]) -> Index:
     """Returns the position in a row-major plane. Indices may be out of bounds, so their ranges simplify nothing."""
     position = as_index(0)
@@ -221,7 +149,7 @@ def _max_pool_backward(call: OperatorCall, grad: Definition, x: Definition) -> L
         own = reader.body.index(_flat_index(plane, [item.offset for item in covering]))
         return chosen.equals(own).where(reader.load(grad, [*outer, *at]), 0)
 
-    return _sum_over_windows(call, plane, value)
+    return call.define(sum_over_windows(plane, partial(partial, value), call.dtype))
 
 
 # --- average ---------------------------------------------------------------------------------------------------------
@@ -237,10 +165,10 @@ def _average_pool(call: OperatorCall, x: Definition) -> LoweringResult:
         outer, at = indices[:-rank], indices[-rank:]
         terms = (
             (
-                _window_in_bounds(reader, plane, at, offset),
-                partial(reader.load, x, [*outer, *_input_indices(plane, at, offset)]),
+                is_window_in_bounds(reader, plane, at, offset),
+                partial(reader.load, x, [*outer, *input_indices(plane, at, offset)]),
             )
-            for offset in _offsets(windows.width for windows in plane)
+            for offset in window_offsets(windows.width for windows in plane)
         )
         total = masked_sum(reader, terms, x.dtype)
         return _divide_by_count(call, reader, total, plane, at)
@@ -300,33 +228,7 @@ def _average_pool_backward(call: OperatorCall, grad: Definition, x: Definition) 
         loaded = reader.load(grad, [*outer, *at])
         return loaded if divisor is not None else _divide_by_count(call, reader, loaded, plane, at)
 
-    return _sum_over_windows(call, plane, value, divisor)
-
-
-def _sum_over_windows(
-    call: OperatorCall,
-    plane: Plane,
-    value: Callable[[ElementReader, Indices, Sequence[CoveringWindow]], Scalar],
-    divisor: float | None = None,
-) -> LoweringResult:
-    """Returns the divided sum of `value(reader, outer indices, covering windows)` over the windows of an element."""
-    rank = len(plane)
-
-    def body(reader: ElementReader, indices: Indices) -> Scalar:
-        outer, input_index = indices[:-rank], indices[-rank:]
-        terms: list[tuple[Condition, Callable[[], Scalar]]] = []
-        for numbers in _offsets(windows.max_covering_windows for windows in plane):
-            covering = [
-                windows.covering_window(reader, index, number)
-                for windows, index, number in zip(plane, input_index, numbers, strict=True)
-            ]
-            exists = all_of(*[item.exists for item in covering])
-            if exists is not False or not terms:
-                terms.append((exists, partial(value, reader, outer, covering)))
-        total = masked_sum(reader, terms, call.dtype)
-        return total if divisor is None else total / divisor
-
-    return call.define(body)
+    return call.define(sum_over_windows(plane, partial(partial, value), call.dtype, divisor))
 
 
 # --- adaptive average ------------------------------------------------------------------------------------------------
@@ -409,7 +311,7 @@ def _sum_over_spans(
         inside = all_of(*[index_less(reader, index, end) for index, (_, end) in zip(indices, spans, strict=True)])
         return inside, partial(value, indices)
 
-    return masked_sum(reader, map(term, _offsets(widths)), dtype)
+    return masked_sum(reader, map(term, window_offsets(widths)), dtype)
 
 
 def _window_numel(reader: ElementReader, spans: list[tuple[Index, Index]], dtype: torch.dtype) -> Scalar:

@@ -11,13 +11,13 @@ from fxwrap.loop_ir import FLOAT8, HALF_PRECISION, Scalar, as_index
 from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, broadcast_indices, reduction
 from fxwrap.lowering.graph_definitions import library_call_reason
 from fxwrap.lowering.rules.matmuls import check_choice
-from fxwrap.lowering.rules.registry import MATMUL_RULES, Declined, LoweringResult, OperatorCall, lowering_rule
+from fxwrap.lowering.rules.registry import LIBRARY_RULES, Declined, LoweringResult, OperatorCall, lowering_rule
 from fxwrap.symbolic import product
 
 _TILE = 16  # elements along the reduced dimension of the tiles of m16n8k16, tensor cores' matmul
 
 
-@lowering_rule("aten._weight_int8pack_mm.default", rules=MATMUL_RULES)
+@lowering_rule("aten._weight_int8pack_mm.default", rules=LIBRARY_RULES)
 def _weight_int8pack_mm(call: OperatorCall, left: Definition, weight: Definition, scales: Definition) -> LoweringResult:
     """Rows times int8 columns, each with a scale, which multiplies the sum."""
     if weight.dtype is not torch.int8 or not left.dtype.is_floating_point or scales.dtype is not left.dtype:
@@ -35,7 +35,7 @@ def _weight_int8pack_mm(call: OperatorCall, left: Definition, weight: Definition
     return call.define(lambda reader, at: reader.load(total, at) * reader.load(scales, at[1:]))
 
 
-@lowering_rule("aten._weight_int4pack_mm.default", rules=MATMUL_RULES)
+@lowering_rule("aten._weight_int4pack_mm.default", rules=LIBRARY_RULES)
 def _weight_int4pack_mm(
     call: OperatorCall, left: Definition, weight: Definition, group: int, scales_and_zeros: Definition
 ) -> LoweringResult:
@@ -69,7 +69,7 @@ def _weight_int4pack_mm(
     return total
 
 
-@lowering_rule("aten._scaled_mm.default", dtypes="stored", rules=MATMUL_RULES)
+@lowering_rule("aten._scaled_mm.default", dtypes="stored", rules=LIBRARY_RULES)
 def _scaled_mm(
     call: OperatorCall,
     left: Definition,

@@ -134,8 +134,8 @@ F = TypeVar("F", bound=Callable[..., LoweringResult])
 RULES: dict[str, Rule] = {}
 """Rules by overload name ("aten.add.Tensor"). `lowering_rule` registers them when their modules are imported."""
 
-MATMUL_RULES: dict[str, Rule] = {}
-"""Rules of matmuls, which stay library calls unless kernels are expected to be faster: graph passes see calls."""
+LIBRARY_RULES: dict[str, Rule] = {}
+"""Rules of matmuls and convolutions: library calls unless kernels are expected to be faster. Graph passes see calls."""
 
 
 def lowering_rule(
