@@ -1,16 +1,17 @@
-"""Depthwise convolutions and their gradients on a GPU: kernels where these are faster than the library."""
+"""Depthwise convolutions and their gradients as kernels, on a GPU whose traits ask for them."""
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
+from fxwrap.devices import CUDA
 from fxwrap.lines import ExternCall
 from fxwrap.options import EMITTERS
 from tests.support.agreement import assert_as_exact
@@ -18,6 +19,8 @@ from tests.support.agreement import assert_as_exact
 pytestmark = pytest.mark.gpu
 
 aten = torch.ops.aten
+LIMITS = ((torch.bfloat16, (25, 25, 0)), (torch.float32, (49, 49, 49)))
+DEVICE = dataclasses.replace(CUDA, convolutions=dataclasses.replace(CUDA.convolutions, depthwise_windows=LIMITS))
 SHAPES = {  # batch, channels, side, kernel, stride
     "of 3": (16, 72, 56, 3, 1),
     "of 5": (32, 120, 28, 5, 1),
@@ -29,7 +32,7 @@ SHAPES = {  # batch, channels, side, kernel, stride
 
 
 def check(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], emitter: str, calls: int) -> None:
-    options = fxwrap.Options(emitter=emitter, fallback="error")
+    options = fxwrap.Options(emitter=emitter, fallback="error", devices=(DEVICE,))
     graph = make_fx(function, tracing_mode="fake")(*inputs)
     compiled = fxwrap.compile_graph(graph, inputs, options=options)
     assert sum(isinstance(line, ExternCall) for line in compiled.program.body.lines) == calls
@@ -57,26 +60,3 @@ def test_convolutions(name: str, dtype: torch.dtype, emitter: str) -> None:
             return aten.convolution_backward(gradient, image, weight, None, *options, needed)[position]  # noqa: B023
 
         check(backward, (gradient, *inputs), emitter, int(is_call))
-
-
-def test_training() -> None:
-    """A block of a mobile network, whose library call computes the gradient of the weight alone."""
-    torch.manual_seed(0)
-    layers = [
-        nn.Conv2d(72, 72, 5, 2, 2, groups=72, bias=False),
-        nn.BatchNorm2d(72),
-        nn.Hardswish(),
-        nn.Conv2d(72, 8, 1),
-    ]
-    model = nn.Sequential(*layers).to("cuda", torch.bfloat16, memory_format=torch.channels_last)
-    image, results = torch.randn(16, 72, 56, 56, device="cuda", dtype=torch.bfloat16), []
-    exact = copy.deepcopy(model).double()
-    for run in (model, torch.compile(model, backend="fxwrap", fullgraph=True), exact):
-        model.zero_grad(set_to_none=True)
-        parameters = [*(exact if run is exact else model).parameters()]
-        operand = image.to(parameters[0].dtype, memory_format=torch.channels_last).detach().requires_grad_()
-        run(operand).square().mean().backward()
-        results.append([operand.grad, *[item.grad for item in parameters]])
-    for eager, result, expected in zip(*results, strict=True):
-        assert eager is not None and result is not None and expected is not None
-        assert_as_exact(result, eager, expected, slack=1e-3)
