@@ -58,7 +58,7 @@ def _models(title: str, name: str, mode: str, measure: str = "time", option: str
 
 
 INFERENCE, TRAINING = "inference-bfloat16-static", "training-amp-static"
-FLEX = tuple(f"flex_attention-cuda{part}" for part in ("", "-forward", "-backward", "-decode"))
+FLEX = tuple(f"flex_attention-cuda{part}" for part in ("-forward", "-backward", "-decode"))
 COMPARISONS = (
     _models("H200: models of `transformers` and `timm`, inference in bfloat16", "cuda", INFERENCE),
     _models("the same", "cuda", INFERENCE, "memory"),
