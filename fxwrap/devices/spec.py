@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -94,16 +95,35 @@ class ConvolutionTraits:
     depthwise_windows: tuple[tuple[torch.dtype, tuple[int, int, int]], ...] = ()
 
     def generates_depthwise(
-        self, dtype: torch.dtype, kernel: Sequence[int], image: Sequence[int], results: Sequence[bool]
+        self,
+        dtype: torch.dtype,
+        image: Sequence[Any],
+        filters: Sequence[Any],
+        groups: int,
+        transposed: bool,
+        results: Sequence[bool],
     ) -> bool:
-        """Whether kernels compute results of a depthwise convolution: the result, the gradients of image and weight.
+        """Whether a convolution is depthwise, and kernels compute its result or the gradients of image and weight.
 
-        Each is faster by windows that share loads along a dimension, which some numbers of elements divide.
+        Each is faster by windows that share loads along a dimension, which some numbers of elements divide. Those with
+        symbolic sizes, but for the batch, are not.
+
+        Args:
+            dtype: the dtype of the image.
+            image: its sizes (batch, channels, ...).
+            filters: those of the weight (outputs, channels of a group, ...).
+            groups: the number of groups of channels.
+            transposed: whether the convolution is a transposed one.
+            results: which of the result and the gradients of the image and of the weight are computed.
         """
+        (_, channels, *sides), (outputs, _, *window) = image, filters
+        if not all(type(size) is int for size in (channels, outputs, *sides, *window)):
+            return False
+        is_depthwise = not transposed and groups != 1 and channels == groups == outputs
         limits = dict(self.depthwise_windows).get(dtype, (0, 0, 0))
         limit = min([limit for limit, is_computed in zip(limits, results, strict=True) if is_computed], default=0)
-        is_shared = any(size % count == 0 for size in image for count in _SHARING_WINDOWS)
-        return is_shared and math.prod(kernel) <= limit
+        is_shared = any(size % count == 0 for size in sides for count in _SHARING_WINDOWS)
+        return is_depthwise and is_shared and math.prod(window) <= limit
 
 
 @dataclass(frozen=True, slots=True)

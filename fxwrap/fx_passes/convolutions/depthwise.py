@@ -34,17 +34,14 @@ def split_depthwise_gradients(graph: PreparedGraph, context: FxPassContext) -> P
 def _computes_image_alone(node: Node, fakes: NodeValues, specs: Mapping[str, DeviceSpec]) -> bool:
     """Whether kernels compute the gradient of the image of a depthwise convolution, and not that of the weight."""
     arguments: Any = node.args
-    image, weight, needed = fakes.get(arguments[1]), fakes.get(arguments[2]), arguments[-1]
+    _, operand, filters, *_, transposed, _, groups, needed = arguments
+    image, weight = fakes.get(operand), fakes.get(filters)
     if not (needed[0] and needed[1]) or not isinstance(image, FakeTensor) or not isinstance(weight, FakeTensor):
         return False
-    sizes, spec = [*image.shape[1:], *weight.shape], specs.get(image.device.type)
-    if spec is None or not all(type(size) is int for size in sizes):
-        return False
-    *_, groups, _ = arguments
-    if groups == 1 or not image.shape[1] == groups == weight.shape[0]:
-        return False
+    spec = specs.get(image.device.type)
     by_kernels = [
-        spec.convolutions.generates_depthwise(image.dtype, weight.shape[2:], image.shape[2:], results)
+        spec is not None
+        and spec.convolutions.generates_depthwise(image.dtype, image.shape, weight.shape, groups, transposed, results)
         for results in ((False, True, False), (False, False, True))
     ]
     return by_kernels == [True, False]

@@ -35,19 +35,14 @@ def _depthwise_windows(
     `results` are whether the result, the gradient of the image and that of the weight are computed. Declines calls that
     stay library calls.
     """
-    arguments, kernel = call.bind(), weight.sizes[2:]
-    channels, groups = image.sizes[1], arguments["groups"]
+    arguments, kernel, traits = call.bind(), weight.sizes[2:], call.spec.convolutions
     options = [expand_to_rank(arguments[name], len(kernel)) for name in ("stride", "padding", "dilation")]
-    is_static = all(isinstance(number, int) for sizes in (kernel, *options, image.sizes[2:]) for number in sizes)
-    is_depthwise = not arguments["transposed"] and groups != 1 and channels == groups == weight.sizes[0]
-    if not is_static or not is_depthwise or not _is_kernel(call, image, kernel, results):
+    groups, transposed = arguments["groups"], arguments["transposed"]
+    is_kernel = traits.generates_depthwise(image.dtype, image.sizes, weight.sizes, groups, transposed, results)
+    if not is_kernel or not all(isinstance(number, int) for option in options for number in option):
         raise Declined(library_call_reason(call.name) or "a library call")
     call.in_memory.add(image)
     return tuple([Windows(*numbers) for numbers in zip(image.sizes[2:], counts, kernel, *options, strict=True)])
-
-
-def _is_kernel(call: OperatorCall, image: Definition, kernel: Sequence[Size], results: Sequence[bool]) -> bool:
-    return call.spec.convolutions.generates_depthwise(image.dtype, kernel, image.sizes[2:], results)
 
 
 def _rows_of_weight(call: OperatorCall, weight: Definition) -> Definition:

@@ -149,7 +149,7 @@ def _max_pool_backward(call: OperatorCall, grad: Definition, x: Definition) -> L
         own = reader.body.index(_flat_index(plane, [item.offset for item in covering]))
         return chosen.equals(own).where(reader.load(grad, [*outer, *at]), 0)
 
-    return call.define(sum_over_windows(plane, partial(partial, value), call.dtype))
+    return _summed(call, plane, value)
 
 
 # --- average ---------------------------------------------------------------------------------------------------------
@@ -228,7 +228,21 @@ def _average_pool_backward(call: OperatorCall, grad: Definition, x: Definition) 
         loaded = reader.load(grad, [*outer, *at])
         return loaded if divisor is not None else _divide_by_count(call, reader, loaded, plane, at)
 
-    return call.define(sum_over_windows(plane, partial(partial, value), call.dtype, divisor))
+    return _summed(call, plane, value, divisor)
+
+
+def _summed(
+    call: OperatorCall,
+    plane: Plane,
+    value: Callable[[ElementReader, Indices, Sequence[CoveringWindow]], Scalar],
+    divisor: float | None = None,
+) -> LoweringResult:
+    """Returns the divided sum of `value(reader, outer indices, covering windows)` over the windows of an element."""
+
+    def term(reader: ElementReader, outer: Indices, covering: Sequence[CoveringWindow]) -> Callable[[], Scalar]:
+        return partial(value, reader, outer, covering)
+
+    return call.define(sum_over_windows(plane, term, call.dtype, divisor))
 
 
 # --- adaptive average ------------------------------------------------------------------------------------------------

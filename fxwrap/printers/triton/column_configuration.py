@@ -51,6 +51,9 @@ _TRANSPOSED_COLUMNS, _TRANSPOSED_ROWS, _TRANSPOSED_STEP = 128, 128, 32
 _TRANSPOSED_ELEMENTS = 8192
 """The elements of such a program at least, if there are so many."""
 
+_WINDOW_LOADS = 8
+"""The loads of a buffer beyond which they are those of windows, in the mean of an iteration's buffers."""
+
 _WINDOW_ROWS = 16
 """The rows of a step of a loop whose iterations load many elements, as those of windows."""
 
@@ -67,7 +70,7 @@ def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
     narrow = _narrow_tiles(kernel, inner, hint, spec)
     if other is not None and hint(kernel.reduced_count) > _FEW_ROWS:
         narrow = [_transposed_tile(kernel, inner, other, hint), *narrow]
-    if len(full_tile_loads(kernel)) > _STEP_LOADS:
+    if _loads_windows(kernel):
         narrow.insert(0, _window_tile(kernel, inner, hint))
     whole = _whole_tiles(kernel, inner, hint, spec)
     loops = _loops(kernel, inner, hint, spec)
@@ -105,6 +108,12 @@ def _transposed_tile(kernel: Kernel, inner: Axis, other: Axis, hint: Hint) -> Ti
     warps = min(warps_of_tile(elements, WARP_LANES if looped else _scanned_elements(kernel) if kernel.scans else 16), 8)
     tile = TileConfiguration(x=(inner,), y=(other,), x_block=x_block, y_block=y_block, r_block=rows)
     return replace(tile, looped=looped, num_warps=warps)
+
+
+def _loads_windows(kernel: Kernel) -> bool:
+    """Whether an iteration loads more elements than a thread has in a step, of few buffers."""
+    buffers = [load.buffer for load in full_tile_loads(kernel)]
+    return len(buffers) > max(_STEP_LOADS, _WINDOW_LOADS * len(set(buffers)))
 
 
 def _window_tile(kernel: Kernel, inner: Axis, hint: Hint) -> TileConfiguration:

@@ -98,6 +98,21 @@ def test_gradients_of_images_alone() -> None:
     assert "[false, true, true]" in str(planned.program) or "[false, true, false]" in str(planned.program)
 
 
+def test_gradients_of_transposed_convolutions_stay_one_call() -> None:
+    limits = ((torch.float32, (_WINDOWS, _WINDOWS, 0)),)
+    device = dataclasses.replace(
+        DEVICE, convolutions=dataclasses.replace(DEVICE.convolutions, depthwise_windows=limits)
+    )
+
+    def backward(gradient: Tensor, image: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return aten.convolution_backward(
+            gradient, image, weight, None, [1, 1], [1, 1], [1, 1], True, [0, 0], 3, [True, True, False]
+        )[:2]
+
+    planned = check(backward, *_operands("of 3", torch.float32, False), options=STRICT.replace(devices=(device,)))
+    assert planned.calls == ["aten.convolution_backward.default"]
+
+
 @pytest.mark.parametrize(
     ("sizes", "filters", "groups", "transposed"),
     [
