@@ -132,11 +132,13 @@ def test_the_sweep_runs_each_row_in_a_process() -> None:
 def test_every_rules_module_is_covered() -> None:
     modules = {module.name for module in pkgutil.iter_modules(rules.__path__)}
     serves_others = {
-        "indexing_common", "known_indices", "normalization", "picked_columns", "private_sums", "registry"
+        "indexing_common", "known_indices", "normalization", "picked_columns", "private_sums", "registry",
+        "windows",
     }  # fmt: skip
     only_for_gpus = {"grid_samples", "quantised_matmuls"}  # in the database; tests/lowering has those of CPUs
     only_of_gradients = {"embedding_gradients"}  # which GRADIENTS has
-    of_functions = modules - serves_others - only_for_gpus - only_of_gradients
+    only_by_traits = {"depthwise_convolutions"}  # which no device here has; tests/lowering/rules has a device of theirs
+    of_functions = modules - serves_others - only_for_gpus - only_of_gradients - only_by_traits
     assert of_functions == {re.split(r"\W", name)[0] for name in FUNCTIONS}
 
 
