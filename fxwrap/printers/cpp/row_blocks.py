@@ -49,6 +49,15 @@ MAX_MOVED = 16
 
 
 @dataclass(frozen=True)
+class MovedRows:
+    """Rows with gaps that an operation accesses: their buffer, a block's first element in it, and their distance."""
+
+    buffer: str
+    first: Index
+    stride: Index
+
+
+@dataclass(frozen=True)
 class RowBlocks:
     """A kernel whose last axis, the vectorised one, goes through a block of rows, and the one before it through blocks.
 
@@ -57,15 +66,14 @@ class RowBlocks:
         length: the number of elements of a row.
         elements: that of all rows: the last block may have fewer rows.
         repeated: the positions of values that each row repeats.
-        moved: the index of a block's first element and the distance of rows, by the position of an access to rows with
-            gaps.
+        moved: the rows with gaps by the position of the operation that accesses them, which accesses a block instead.
     """
 
     plan: LoopPlan
     length: int
     elements: int
     repeated: tuple[int, ...]
-    moved: Mapping[int, tuple[Index, Index]]
+    moved: Mapping[int, MovedRows]
 
     @property
     def block(self) -> int:
@@ -111,8 +119,8 @@ def plan_row_blocks(kernel: Kernel) -> RowBlocks | None:
     for position, item in gaps.items():
         stride = item.index.stride(row)
         assert stride is not None
-        moved[position] = item.index.substitute(first), stride
-        operations[position] = replace(item, buffer=item.buffer + _suffix(position), index=as_index(lane))
+        moved[position] = MovedRows(item.buffer, item.index.substitute(first), stride)
+        operations[position] = replace(item, buffer=f"{item.buffer}_{position}_rows", index=as_index(lane))
     plan = LoopPlan(replace(flat, operations=tuple(operations)), lane)
     return RowBlocks(plan, length, elements, repeated, moved)
 
@@ -122,10 +130,6 @@ def _are_worth_moving(kernel: Kernel, accesses: int, length: int) -> bool:
     dtypes = {buffer.dtype for buffer in (*kernel.inputs, *kernel.outputs)}
     is_short = length < MIN_OVERLAPPING or (dtypes & HALF_PRECISION and length < VECTOR_LANES)
     return bool(is_short) and accesses <= MAX_MOVED
-
-
-def _suffix(position: int) -> str:
-    return f"_{position}_rows"
 
 
 def _repeated_values(kernel: Kernel, row: Axis, element: Axis) -> tuple[int, ...]:
@@ -196,7 +200,7 @@ class RowBlockPrinter(PointwisePrinter):
             self.write_store_loop(self.kernel.stores, known, "0", count)
             for position, item in moved.items():
                 if isinstance(item, Store):
-                    rows, stride = self.rows_of(position, item)
+                    rows, stride = self.rows_of(position)
                     arguments = f"{item.buffer}, {count} / {self.rows.length}, {rows}, {stride}"
                     self.writer.line(f"store_rows<{self.rows.length}>({arguments});")
 
@@ -206,15 +210,14 @@ class RowBlockPrinter(PointwisePrinter):
         dtype = item.dtype if isinstance(item, Load) else self.statements.dtype(item.value)
         self.writer.line(f"alignas(64) {CPP_TYPES[dtype]} {item.buffer}[{self.rows.block}];")
         if isinstance(item, Load):
-            rows, stride = self.rows_of(position, item)
+            rows, stride = self.rows_of(position)
             arguments = f"{rows}, {stride}, {count} / {self.rows.length}, {item.buffer}"
             self.writer.line(f"load_rows<{self.rows.length}>({arguments});{self.statements.comment(item)}")
 
-    def rows_of(self, position: int, item: Load | Store) -> tuple[str, str]:
+    def rows_of(self, position: int) -> tuple[str, str]:
         """Returns the texts of the address of a block's first row in memory, and of the distance of rows."""
-        first, stride = self.rows.moved[position]
-        index = self.statements.index({})
-        return f"{item.buffer.removesuffix(_suffix(position))} + {index(first)}", index(stride)
+        rows, index = self.rows.moved[position], self.statements.index({})
+        return f"{rows.buffer} + {index(rows.first)}", index(rows.stride)
 
     def write_tables(self, tables: Mapping[int, str]) -> None:
         """Writes the first row of tables, and its copies."""
