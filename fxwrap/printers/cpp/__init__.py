@@ -9,8 +9,8 @@ The way of a kernel, by module:
 
    - elements: `loops.py`, with `row_blocks.py` for short rows that repeat values or have gaps, and `gathered_rows.py`
      for rows of a transposed matrix at indirect indices;
-   - rows and columns: `rows.py` and `scans.py`, on the passes of `reductions.py`, which keep values in the memory of
-     results (`result_buffers.py`); in other orders of axes `grouped_columns.py`, `few_columns.py`,
+   - rows and columns: `rows.py`, `columns.py` and `scans.py`, on the passes of `reductions.py`, which keep values in
+     the memory of results (`result_buffers.py`); in other orders of axes `grouped_columns.py`, `few_columns.py`,
      `transposed_columns.py` and `transposed_rows.py`;
    - contractions: `contractions.py`, with `factor_contractions.py` for numbers that half precision represents, and
      `matrix_contractions.py` for matrix instructions;

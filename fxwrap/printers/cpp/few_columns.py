@@ -25,8 +25,8 @@ from fxwrap.loop_ir import (
     replace_axes,
     replace_indices,
 )
+from fxwrap.printers.cpp.columns import ColumnPrinter
 from fxwrap.printers.cpp.loop_plan import COLUMN_BLOCK, VECTOR_LANES, LoopPlan
-from fxwrap.printers.cpp.scans import ColumnPrinter
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues
 
 MAX_FEW_COLUMNS = 32

@@ -19,6 +19,7 @@ from fxwrap.loop_ir import (
     find_streaming_reduction,
     map_operation,
 )
+from fxwrap.printers.cpp.columns import ColumnPrinter
 from fxwrap.printers.cpp.contractions import ContractionPrinter, plan_contraction
 from fxwrap.printers.cpp.factor_contractions import FactorContractionPrinter, plan_factors
 from fxwrap.printers.cpp.few_columns import FewColumnPrinter, plan_few_columns
@@ -32,7 +33,7 @@ from fxwrap.printers.cpp.matrix_contractions import MatrixContractionPrinter, is
 from fxwrap.printers.cpp.operations import CPP_TYPES, SYMBOL_TYPES
 from fxwrap.printers.cpp.row_blocks import RowBlockPrinter, plan_row_blocks
 from fxwrap.printers.cpp.rows import RowPrinter
-from fxwrap.printers.cpp.scans import ColumnPrinter, RowScanPrinter
+from fxwrap.printers.cpp.scans import RowScanPrinter
 from fxwrap.printers.cpp.segments import split_transposed
 from fxwrap.printers.cpp.statements import CppSourceWriter
 from fxwrap.printers.cpp.streaming import StreamingPrinter

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from fxwrap.loop_ir import Axis, DeviceAssert, Index, IndirectIndex, Kernel, Load, Store, as_index
+from fxwrap.printers.cpp.columns import ColumnPrinter
 from fxwrap.printers.cpp.loop_plan import VECTOR_LANES, LoopPlan, is_transposed
 from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
-from fxwrap.printers.cpp.scans import ColumnPrinter
 from fxwrap.printers.cpp.statements import EmittedValues
 
 ROWS = 32
