@@ -9,10 +9,22 @@ from typing import Final
 
 import torch
 
-from fxwrap.loop_ir import OPERATIONS, Compute, Constant, IndexValue, Reduce, Store
+from fxwrap.loop_ir import (
+    OPERATIONS,
+    Atom,
+    Axis,
+    Compute,
+    Constant,
+    IndexLike,
+    IndexValue,
+    Load,
+    Reduce,
+    Store,
+    as_index,
+)
 from fxwrap.printers.cpp.axis_tables import choose_tables
-from fxwrap.printers.cpp.half_blocks import MIN_HALF_LANES, HalfBlocks, HalfBlockWriter, find_half_blocks
-from fxwrap.printers.cpp.loop_plan import COLUMN_BLOCK, MAX_LANE_ELEMENTS, VECTOR_LANES, split_reduction
+from fxwrap.printers.cpp.half_blocks import MIN_HALF_LANES, HalfBlocks, HalfBlockWriter, find_half_blocks, padded
+from fxwrap.printers.cpp.loop_plan import COLUMN_BLOCK, MAX_LANE_ELEMENTS, VECTOR_LANES, is_transposed, split_reduction
 from fxwrap.printers.cpp.loops import LoopRange, loop_head
 from fxwrap.printers.cpp.operations import CPP_TYPES, parenthesize, print_size
 from fxwrap.printers.cpp.scans import ScanPrinterBase
@@ -31,6 +43,9 @@ COLUMN_BUFFER_BYTES = 65536
 MAX_TOGETHER_COST = 128
 """The most instructions for these elements together: their code is repeated."""
 
+TILE_BYTES = 64
+"""Bytes of the rows of tiles of accesses across columns, a line of the cache."""
+
 _BETTER: Final[Mapping[str, str]] = {"cummax": "NotLess", "cummin": "NotGreater"}
 
 
@@ -43,6 +58,7 @@ class ColumnPrinter(ScanPrinterBase):
         size, start = print_size(vector_axis.size), f"{vector_axis.name}_0"
         is_fixed = isinstance(vector_axis.size, int)
         self.block = self.choose_block()
+        self.tile_rows: dict[Store, str] = {}
         self.buffers = self.select_column_buffers()
         self.tables = choose_tables(self.plan)
         tables = self.print_tables()
@@ -122,8 +138,26 @@ class ColumnPrinter(ScanPrinterBase):
         return {}
 
     def store(self, store: Store, known: EmittedValues) -> None:
-        """Writes the store of an element of a column."""
+        """Writes the store of an element of a column, into a tile where the store has one."""
+        if store in self.tile_rows:
+            element = f"{self.tile_rows[store]}[lane]"
+            self.writer.line(f"{element} = {known[store.value]};{self.statements.comment(store)}")
+            return
         self.statements.store(store, known)
+
+    def is_across(self, access: Load | Store) -> bool:
+        """Whether an access is contiguous along columns, so that tiles of it are transposed."""
+        axis, lane = self.kernel.reduced[-1], self.vector_axis
+        stored = [item.buffer for item in self.kernel.stores].count(access.buffer)
+        read = [item.buffer for item in self.kernel.operations if isinstance(item, Load)].count(access.buffer)
+        if access.mask is not None or self.plan.serial or (stored + read > 1 if isinstance(access, Store) else stored):
+            return False
+        is_long = all(not isinstance(item.size, int) or item.size >= VECTOR_LANES for item in (axis, lane))
+        return is_long and is_transposed(access.index, axis, lane)
+
+    def block_stores(self, stores: Sequence[Store]) -> Sequence[Store]:
+        """Returns the stores whose elements go to memory in the order of the loops: tiles are transposed first."""
+        return [store for store in stores if not self.is_across(store)]
 
     def store_columns(self) -> None:
         """Writes what follows the passes over a block of columns."""
@@ -213,8 +247,12 @@ class ColumnPrinter(ScanPrinterBase):
         self, reductions: Sequence[int], stores: Sequence[Store], known: EmittedValues, ranges: Sequence[LoopRange]
     ) -> None:
         """Writes the loops over elements of columns, several at a time where that makes sums shorter."""
-        *outer, inner = ranges
-        with self.writer.nest([item.head() for item in outer]):
+        *outer, whole = ranges
+        with (
+            self.writer.nest([item.head() for item in outer]),
+            self.tiles(reductions, stores, known, whole) as (inner, tiled),
+        ):
+            known = {**known, **tiled}
             together = self.elements_together(reductions, stores, known, inner.axis.size)
             if together == 1:
                 with self.writer.nest([inner.head()]):
@@ -231,6 +269,71 @@ class ColumnPrinter(ScanPrinterBase):
                         self.column_body(reductions, stores, known)
                 elif rest:
                     self.combine_elements(reductions, known, name, rest)
+
+    @contextmanager
+    def tiles(
+        self, reductions: Sequence[int], stores: Sequence[Store], known: EmittedValues, whole: LoopRange
+    ) -> Iterator[tuple[LoopRange, EmittedValues]]:
+        """Opens a loop over blocks of the elements of columns, with tiles of the accesses that are across columns.
+
+        Yields the range of a block, and the texts of the elements of the loads. Without such accesses, there is none.
+        """
+        needed = self.kernel.backward_slice(self.targets(reductions, stores), known)
+        items = {position: self.kernel.operations[position] for position in sorted(needed - known.keys())}
+        loads = {at: item for at, item in items.items() if isinstance(item, Load) and self.is_across(item)}
+        rows = [store for store in stores if self.is_across(store) and store not in self.tile_rows]
+        if not loads and not rows:
+            yield whole, {}
+            return
+        axis, first = whole.axis, f"{whole.axis.name}_1"
+        dtypes = [*[load.dtype for load in loads.values()], *[self.statements.dtype(store.value) for store in rows]]
+        length = max(TILE_BYTES // min([dtype.itemsize for dtype in dtypes]), VECTOR_LANES)
+        head = f"for (int64_t {first} = {whole.start}; {first} < {whole.stop()}; {first} += {length})"
+        with self.writer.nest([head]):
+            self.writer.line(f"const int height = int(fxwrap::min<int64_t>({length}, {whole.stop()} - {first}));")
+            start: dict[Atom, IndexLike] = {axis: Axis(first, axis.size)}
+            line = f"[{axis.name} - {first}]"
+            tiled: EmittedValues = {}
+            for position, load in loads.items():
+                tiled |= self.load_tile(position, load, start, length, line)
+            for store in rows:
+                kind, tile = self.statements.type(store.value), f"{store.buffer}_tile"
+                self.writer.line(f"alignas(64) {kind} {tile}[{length}][{self.block}];")
+                self.tile_rows[store] = f"{tile}{line}"
+            yield LoopRange(axis, first, f"{first} + height"), tiled
+            for store in rows:
+                del self.tile_rows[store]
+                arguments = f"&{store.buffer}_tile[0][0], {self.block}, {self.lane_count}, height"
+                self.writer.line(f"transpose({arguments}, {', '.join(self.lines(store, start))});")
+
+    def load_tile(
+        self, position: int, load: Load, start: Mapping[Atom, IndexLike], length: int, line: str
+    ) -> EmittedValues:
+        """Writes a tile of so many elements of columns, and its load; returns the text of its elements in a `line`.
+
+        Elements of float16 that are only cast to float32 are converted here.
+        """
+        tile, casts = f"{self.statements.name(position)}_tile", self.kernel.users[position]
+        self.writer.line(f"alignas(64) {CPP_TYPES[load.dtype]} {tile}[{length}][{self.block}];")
+        arguments = f"{', '.join(self.lines(load, start))}, height, {self.lane_count}, &{tile}[0][0], {self.block}"
+        self.writer.line(f"transpose({arguments});{self.statements.comment(load)}")
+        operations = [self.kernel.operations[user] for user in casts]
+        if load.dtype is not torch.float16 or not all(
+            isinstance(item, Compute) and item.name == "cast" and item.dtype is torch.float32 for item in operations
+        ):
+            return {position: self.statements.element(f"{tile}{line}[lane]", load.dtype)}
+        self.writer.line(f"alignas(64) float {tile}_wide[{length}][{padded(self.block)}];")
+        widened = f"widen({tile}[line], {self.lane_count}, {tile}_wide[line]);"
+        self.writer.line(f"for (int line = 0; line < height; ++line) {widened}")
+        return dict.fromkeys(casts, f"{tile}_wide{line}[lane]")
+
+    def lines(self, access: Load | Store, start: Mapping[Atom, IndexLike]) -> tuple[str, str]:
+        """Returns the texts of the address of a block's first column in memory, and of the distance of columns."""
+        lane, index = self.vector_axis, self.statements.index({})
+        first = access.index.substitute({**start, lane: as_index(Axis(f"{lane.name}_0", lane.size))})
+        stride = access.index.stride(lane)
+        assert stride is not None
+        return f"{access.buffer} + {index(first)}", index(stride)
 
     def elements_together(
         self, reductions: Sequence[int], stores: Sequence[Store], known: EmittedValues, size: Size
@@ -307,8 +410,10 @@ class ColumnPrinter(ScanPrinterBase):
         """Returns the writer of the conversions of a block of columns."""
         lane, blocks = self.vector_axis, HalfBlocks()
         if not self.in_order and self.block >= MIN_HALF_LANES:
-            blocks = find_half_blocks(self.statements.kernel, lane, targets, self.block_stores(stores), known)
-        return HalfBlockWriter(self.statements, blocks, lane, f"{lane.name}_0", self.lane_count)
+            stored = [*self.block_stores(stores), *[store for store in stores if store in self.tile_rows]]
+            blocks = find_half_blocks(self.statements.kernel, lane, targets, stored, known, [*self.tile_rows])
+        first = f"{lane.name}_0"
+        return HalfBlockWriter(self.statements, blocks, lane, first, self.lane_count, tile_rows=self.tile_rows)
 
     def half_block(self, halves: HalfBlockWriter) -> AbstractContextManager[None]:
         """Opens a block for the conversions of columns, if there are some."""

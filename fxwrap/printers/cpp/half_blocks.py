@@ -54,11 +54,11 @@ def find_half_blocks(
     targets: Sequence[int],
     stores: Sequence[Store],
     known: Collection[int],
-    tiled: Collection[int] = (),
+    tiled: Collection[int | Store] = (),
 ) -> HalfBlocks:
     """Returns the accesses of a loop along `lane` to adjacent float16 elements that are cast from or to float32.
 
-    Elements of `tiled` loads are adjacent in tiles.
+    Elements of `tiled` loads, by position, and of `tiled` stores are adjacent in tiles.
     """
     if isinstance(lane.size, int) and lane.size < MIN_HALF_LANES:
         return HalfBlocks()
@@ -74,7 +74,8 @@ def find_half_blocks(
     narrowed: dict[Store, int] = {}
     for store in stores:
         value = kernel.operations[store.value]
-        if store.mode == "set" and store.mask is None and _is_adjacent(store.index, lane, known):
+        is_adjacent = store in tiled or _is_adjacent(store.index, lane, known)
+        if store.mode == "set" and store.mask is None and is_adjacent:
             if isinstance(value, Compute) and value.name == "cast" and value.dtype is torch.float16:
                 if _is_float32(kernel, value.operands[0]) and store.value not in known:
                     narrowed[store] = value.operands[0]
@@ -93,7 +94,7 @@ def _is_adjacent(index: Index, lane: Axis, known: Collection[int]) -> bool:
     return all(atom.operation in known for atom in index.atoms() if isinstance(atom, IndirectIndex))
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
     """Returns the number of elements of whole vectors that a block of so many fills."""
     return -(-size // VECTOR_LANES) * VECTOR_LANES
 
@@ -109,10 +110,11 @@ class HalfBlockWriter:
         first: str,
         count: str,
         tiles: Mapping[int, str] | None = None,
+        tile_rows: Mapping[Store, str] | None = None,
     ) -> None:
-        """`tiles` has the text of the first element of each load that is in a tile."""
+        """`tiles` has the text of the first element of each load that is in a tile, `tile_rows` those of stores."""
         self.statements = statements
-        self.tiles = tiles or {}
+        self.tiles, self.tile_rows = tiles or {}, tile_rows or {}
         self.blocks = blocks
         self.at: dict[Atom, IndexLike] = {lane: as_index(Axis(first, lane.size))}
         self.count = count
@@ -146,7 +148,7 @@ class HalfBlockWriter:
 
     def _widen(self, source: int, address: str, size: int, suffix: str) -> str:
         load, name = self._load(source), f"{self.statements.name(source)}_{suffix}"
-        self.statements.writer.line(f"alignas(64) float {name}[{_padded(size)}];")
+        self.statements.writer.line(f"alignas(64) float {name}[{padded(size)}];")
         comment = self.statements.comment(load)
         self.statements.writer.line(f"widen({address}, {self.count}, {name});{comment}")
         return f"{name}[lane]"
@@ -154,7 +156,7 @@ class HalfBlockWriter:
     def declare_stores(self, size: int) -> None:
         """Declares the blocks of stores."""
         for store in self.blocks.stores:
-            self.statements.writer.line(f"alignas(64) float {self.block(store)}[{_padded(size)}];")
+            self.statements.writer.line(f"alignas(64) float {self.block(store)}[{padded(size)}];")
 
     def block(self, store: Store) -> str:
         """Returns the name of the block of a store."""
@@ -169,4 +171,5 @@ class HalfBlockWriter:
         """Writes the stores of blocks."""
         for store in self.blocks.stores:
             index = self.statements.index(known)(store.index.substitute(self.at))
-            self.statements.writer.line(f"narrow({self.block(store)}, {self.count}, {store.buffer} + {index});")
+            target = self.tile_rows.get(store) or f"{store.buffer} + {index}"
+            self.statements.writer.line(f"narrow({self.block(store)}, {self.count}, {target});")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -135,41 +135,25 @@ class TransposedColumnPrinter(ColumnPrinter):
             name = operation.buffer if isinstance(operation, Store) else self.statements.name(position)
             dtype = operation.dtype if isinstance(operation, Load) else self.statements.dtype(operation.value)
             self.writer.line(f"alignas(64) {CPP_TYPES[dtype]} {name}_tile[{row.size}][{self.block}];")
-            if isinstance(operation, Load):
-                rows, stride = self.rows(operation)
+            if isinstance(operation, Store):
+                self.tile_rows[operation] = f"{name}_tile[{row.name}]"
+            else:
+                rows, stride = self.lines(operation, {row: as_index(0)})
                 arguments = f"{rows}, {stride}, {self.lane_count}, &{name}_tile[0][0], {self.block}"
                 self.writer.line(f"load_columns<{row.size}>({arguments});{self.statements.comment(operation)}")
                 known[position] = self.statements.element(f"{name}_tile[{row.name}][lane]", operation.dtype)
         return known
 
-    def block_stores(self, stores: Sequence[Store]) -> Sequence[Store]:
-        """Returns the stores across rows: tiles of the others are transposed first."""
+    def is_across(self, access: Load | Store) -> bool:
+        """Whether an access is one of rows, which are short: they are in tiles as a whole."""
         (row,) = self.kernel.reduced
-        return [store for store in stores if not _is_row(store.index, row, self.vector_axis)]
-
-    def rows(self, access: Load | Store) -> tuple[str, str]:
-        """Returns the texts of the address of a block's first row, and of the distance of rows."""
-        (row,), lane, index = self.kernel.reduced, self.vector_axis, self.statements.index({})
-        first = access.index.substitute({row: as_index(0), lane: as_index(Axis(f"{lane.name}_0", lane.size))})
-        stride = access.index.stride(lane)
-        assert stride is not None
-        return f"{access.buffer} + {index(first)}", index(stride)
-
-    def store(self, store: Store, known: EmittedValues) -> None:
-        """Writes the store of an element of a column, into its tile where rows are stored."""
-        (row,) = self.kernel.reduced
-        if not _is_row(store.index, row, self.vector_axis):
-            super().store(store, known)
-            return
-        self.writer.line(
-            f"{store.buffer}_tile[{row.name}][lane] = {known[store.value]};{self.statements.comment(store)}"
-        )
+        return _is_row(access.index, row, self.vector_axis)
 
     def store_columns(self) -> None:
         """Writes the stores of tiles as rows."""
         (row,) = self.kernel.reduced
         for store in self.kernel.stores:
             if _is_row(store.index, row, self.vector_axis):
-                rows, stride = self.rows(store)
+                rows, stride = self.lines(store, {row: as_index(0)})
                 tile = f"&{store.buffer}_tile[0][0], {self.block}, {self.lane_count}"
                 self.writer.line(f"store_columns<{row.size}>({tile}, {rows}, {stride});")
