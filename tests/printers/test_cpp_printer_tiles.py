@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import sympy
 import torch
 
 from fxwrap.loop_ir import Axis, Buffer, Kernel, KernelBuilder, as_index
 from fxwrap.printers.cpp import print_cpp_kernel
-from tests.printers.cpp_kernels import BF16, F32, check, matrix
+from fxwrap.symbolic import Size
+from tests.printers.cpp_kernels import BF16, F32, check, matrix, random_tensor
 
 F16 = torch.float16
 SHAPES = [(64, 96), (77, 33), (33, 130), (17, 18)]
@@ -134,3 +136,55 @@ def test_sums_of_gathered_vectors_are_vectors(dtype: torch.dtype) -> None:
     assert "load_columns" not in source, "lanes are elements of vectors"
     before = source[: source.index("failed |=")].splitlines()
     assert not any("lane" in line for line in before[-4:]), "the index of a vector is checked once"
+
+
+def column_softmax_of(dtype: torch.dtype, rows: Size, columns: int, is_across: str) -> Kernel:
+    """The softmax of columns of a sum of a matrix and a transposed one, and their sums; `is_across`: operand, result.
+
+    Where the operand is not transposed, or the result, it has the layout of the matrix.
+    """
+    body, row, column = KernelBuilder(), Axis("i", rows), Axis("j", columns)
+    across = as_index(column) * as_index(rows) + row
+    result = F32 if dtype is torch.int8 else dtype
+    x = body.load("x", as_index(row) * columns + column, dtype).to(F32)
+    y = body.load("y", across if "operand" in is_across else as_index(row) * columns + column, dtype).to(F32)
+    value = x * 0.5 + y
+    power = (value - body.reduce("max", value)[0]).exp()
+    quotient = power / body.reduce("sum", power)[0]
+    body.store("out", across if "result" in is_across else as_index(row) * columns + column, quotient.to(result))
+    body.store("total", as_index(column), body.reduce("sum", value)[0])
+    count = rows * columns
+    outputs = [Buffer("out", result, count), Buffer("total", F32, columns)]
+    return body.finish([column], [row], [Buffer(name, dtype, count) for name in "xy"], outputs)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, torch.int8], ids=str)
+@pytest.mark.parametrize("shape", [(300, 130), (1000, 33), (33, 40), (47, 1000), (2100, 17)], ids=str)
+@pytest.mark.parametrize("is_across", ["result", "operand", "operand and result"])
+@pytest.mark.sampled(3)
+def test_columns_with_operands_or_results_across(dtype: torch.dtype, shape: tuple[int, int], is_across: str) -> None:
+    kernel = column_softmax_of(dtype, *shape, is_across)
+    values = {item.name: random_tensor(item, int(item.extent), 7) for item in kernel.inputs}
+    if dtype is not torch.int8:
+        values["x"][5], values["y"][31], values["y"][98] = float("nan"), float("inf"), float("-inf")
+    source = check(kernel, arguments=values, rtol=2e-5)
+    if (shape, is_across) != ((2100, 17), "operand and result"):  # most accesses are contiguous along the rows
+        assert "transpose(" in source or "_columns<" in source
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
+@pytest.mark.parametrize("shape", [(9000, 16), (5000, 70), (70, 40)], ids=str)
+def test_long_sums_of_products_in_two_layouts_have_tiles(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    rows, columns = shape
+    body, row, column = KernelBuilder(), Axis("i", rows), Axis("j", columns)
+    x = body.load("x", matrix(row, column), dtype).to(F32)
+    y = body.load("y", as_index(column) * rows + row, dtype).to(F32)
+    body.store("out", as_index(column), body.reduce("sum", x * y)[0])
+    inputs = [Buffer(name, dtype, rows * columns) for name in "xy"]
+    assert "transpose(" in check(body.finish([column], [row], inputs, [Buffer("out", F32, columns)]), rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 70, 1000])
+def test_columns_of_a_symbolic_length_with_results_across(rows: int) -> None:
+    kernel = column_softmax_of(BF16, sympy.Symbol("s0", integer=True, positive=True), 40, "result")
+    assert "transpose(" in check(kernel, {"s0": rows}, rtol=2e-5)

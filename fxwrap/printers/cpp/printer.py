@@ -41,6 +41,7 @@ from fxwrap.printers.cpp.transposed_columns import TransposedColumnPrinter, plan
 from fxwrap.printers.cpp.transposed_rows import (
     TransposedLoadPrinter,
     TransposedRowPrinter,
+    find_columns,
     find_transposed_axis,
     find_transposed_loads,
 )
@@ -141,6 +142,9 @@ def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments:
     loads = find_transposed_loads(plan)
     if loads is not None:
         return TransposedLoadPrinter(plan, loads, writer, origin_comments)
+    column = find_columns(plan)
+    if column is not None:
+        return ColumnPrinter(replace(plan, vector_axis=column), writer, origin_comments)
     return (RowScanPrinter if kernel.scans else RowPrinter)(plan, writer, origin_comments)
 
 

@@ -129,6 +129,23 @@ def find_transposed_loads(plan: LoopPlan) -> RowLoads | None:
     return None
 
 
+def find_columns(plan: LoopPlan) -> Axis | None:
+    """Returns the parallel axis along which half of the accesses to rows that no tile holds are contiguous, or None.
+
+    As columns, such rows have tiles of the other accesses.
+    """
+    kernel, lane = plan.kernel, plan.vector_axis
+    if lane is None or kernel.reduced != (lane,) or kernel.scans or plan.serial:
+        return None
+    long = [axis for axis in (*kernel.axes, lane) if not isinstance(axis.size, int) or axis.size >= TILE_ROWS]
+    for axis in long if lane in long else ():
+        accesses = [item for item in kernel.accesses if {axis, lane} <= item.index.axes()]
+        across = [item for item in accesses if item.mask is None and is_transposed(item.index, axis, lane)]
+        if across and 2 * len(across) >= len(accesses):
+            return axis
+    return None
+
+
 class TransposedLoadPrinter(RowPrinter):
     """A kernel of rows that loads tiles of several rows, so that it reads whole cache lines."""
 
