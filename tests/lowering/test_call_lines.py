@@ -25,13 +25,13 @@ def scatter_reuses_a_dead_base(x: Tensor, i: Tensor, v: Tensor) -> Tensor:
 
 def scatter_copies_a_live_base(x: Tensor, i: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     base = x * 2
-    return aten.scatter_reduce(base, 0, i[:, None], v[:2, :1], "mean"), aten.scatter_add(x, 0, i[:, None], v), base
+    return aten.scatter_reduce(base, 0, i[:, None], v[:2, :1], "mean"), aten.masked_scatter(x, v > 0, v), base
 
 
 def index_put_chain_shares_one_buffer(x: Tensor, i: Tensor, v: Tensor) -> Tensor:
-    result = aten.index_put(x @ x, [None, i], v[0, 0], True)
+    result = aten.index_put(x @ x, [None, v[0] > 0], v[0, 0], True)
     result = aten.index_put(result, [v > 0], v[0, 1], True)
-    return aten.index_put(result.view(-1), [i], v[0, :2], True).view(3, 3)
+    return aten.index_put(result.view(-1), [v.view(-1) > 0], v[0, 2], True).view(3, 3)
 
 
 def an_in_place_line_separates_kernels_that_read_its_target(x: Tensor, i: Tensor, v: Tensor) -> tuple[Tensor, ...]:

@@ -215,26 +215,21 @@ def check_any_order() -> None:
         raise Declined("deterministic algorithms are enabled, and kernels write in any order")
 
 
-def check_store_mode(dtype: torch.dtype, spec: DeviceSpec, mode: str, columns: Size = 1) -> None:
+def check_store_mode(dtype: torch.dtype, spec: DeviceSpec, mode: str) -> None:
     """Declines stores that several iterations cannot combine into one element of this dtype.
 
-    Eager promises no order for equal indices either, and on GPUs it adds with atomic operations too. Threads of a CPU
-    divide the `columns` of whole rows among them, and add to an element in the order of the loops.
+    Eager promises no order for equal indices either, and on GPUs it adds with atomic operations too. On a CPU,
+    values are added to an element in the order of the loops, which threads share where they do not meet.
     """
     check_any_order()
-    if mode == "set":
+    if mode == "set" or (spec.cpu_rounding and mode == "add" and dtype in HALF_PRECISION):
         return
-    if spec.cpu_rounding and mode == "add" and isinstance(columns, int) and columns >= MIN_SCATTERED_COLUMNS:
-        if dtype in (torch.float32, torch.float64) or dtype in HALF_PRECISION:
-            return
     if dtype is torch.bool or dtype in FLOAT8 or (dtype in STORAGE_ONLY and spec.cpu_rounding):
         raise Declined(f"{dtype} has no atomic operations")
     if mode == "prod" and not spec.supports_all_atomics:
         raise Declined(f"there is no atomic multiplication on {spec.device_type}")
     if dtype in INTEGERS and dtype.itemsize < 4 and not spec.supports_all_atomics:
         raise Declined(f"{dtype} has no atomic operations on {spec.device_type}")
-    if dtype not in INTEGERS and mode in ("add", "prod") and spec.cpu_rounding:
-        raise Declined("on the CPU eager adds floats in a fixed order, which parallel atomic additions would lose")
 
 
 def lower_scatter(
@@ -252,13 +247,16 @@ def lower_scatter(
 
     Half precision is combined in a float32 tensor, which is cast: where eager `rounds_once`, and where that tensor is
     no larger than the space. Larger tensors are added to in their own dtype, as in eager mode, because the two passes
-    over float32 would take longer than the additions.
+    over float32 would take longer than the additions; on a CPU, only whole rows are.
     The body of an empty space has no reads: nothing would order it behind what it reads. With `of_rows`, an element's
     last index is the last one of the space. `along` are the dimensions of the space that an element's computed index
     depends on.
     """
-    check_store_mode(call.dtype, call.spec, mode, space[-1] if of_rows and space else 1)
+    check_store_mode(call.dtype, call.spec, mode)
     is_wide = rounds_once or mode != "add" or not is_larger(call.sizes, space)
+    if call.spec.cpu_rounding and call.dtype in HALF_PRECISION and not is_wide:
+        if not (of_rows and isinstance(space[-1], int) and space[-1] >= MIN_SCATTERED_COLUMNS):
+            raise Declined("it may add many numbers of half precision to one element, which the library rounds once")
     computes = compute_dtype(call.dtype)
     dtype = computes if call.dtype in HALF_PRECISION and mode != "set" and is_wide else call.dtype
 

@@ -7,8 +7,8 @@ The way of a kernel, by module:
 2. `loop_plan.py` plans the loops: the vectorised axis, threads, parts of long reductions.
 3. `printer.py` selects the printer of the loops. All extend `loops.LoopPrinter`:
 
-   - elements: `loops.py`, with `row_blocks.py` for short rows that repeat values or have gaps, and `gathered_rows.py`
-     for rows of a transposed matrix at indirect indices;
+   - elements: `loops.py`, with `row_blocks.py` for short rows that repeat values or have gaps, `gathered_rows.py` for
+     rows of a transposed matrix at indirect indices, and `scatters.py` for values that are combined with memory;
    - rows and columns: `rows.py`, `columns.py` and `scans.py`, on the passes of `reductions.py`, which keep values in
      the memory of results (`result_buffers.py`); in other orders of axes `grouped_columns.py`, `few_columns.py`,
      `transposed_columns.py` and `transposed_rows.py`;

@@ -61,13 +61,15 @@ SCATTER_BLOCK = 16
 """Smallest number of columns of rows that a thread updates when threads divide them to scatter."""
 
 MIN_SCATTERED_COLUMNS = 4
-"""Smallest number of columns of rows that scatters of float sums update as vectors, each in the order of the loops.
-Rules decline those to narrower rows. One thread updates rows of one block."""
+"""Smallest number of columns of rows that scatters update as vectors, each in the order of the loops."""
+
+MIN_SCATTER_DISTANCE = 16
+"""Smallest distance in elements of what two threads combine with values: a line of the cache of float32."""
 
 SCAN_BLOCK = 256
 """Elements of a row that are scanned together, as in `kernel.h`."""
 
-_VECTOR_COST = 10
+VECTOR_COST = 10
 """The least cost of an operation that vectors of another axis than the contiguous one are worth."""
 
 COLUMN_BLOCK = 128
@@ -159,6 +161,10 @@ class LoopPlan:
             return False
         return all(_is_disjoint_along(store.index, vector_axis, vector_axis.size) for store in self.kernel.stores)
 
+    def is_scattered_apart(self, axis: Axis) -> bool:
+        """Whether iterations at different positions along an axis never update the same element, nor adjacent ones."""
+        return all(_is_apart_along(store.index, axis) for store in self.kernel.stores)
+
     @property
     def max_tile_size(self) -> int:
         """The largest number of rows and columns of tiles: whole cache lines that fit the L1 cache together."""
@@ -240,7 +246,7 @@ def make_loop_plan(kernel: Kernel) -> LoopPlan:
         for position, item in enumerate(kernel.operations)
         if isinstance(item, Load | Store)
     ]
-    is_cheap = all(OPERATIONS[item.name].cost < _VECTOR_COST for item in kernel.operations if isinstance(item, Compute))
+    is_cheap = all(OPERATIONS[item.name].cost < VECTOR_COST for item in kernel.operations if isinstance(item, Compute))
     is_short_allowed = is_cheap and not kernel.reduced and not _converts_half_precision(kernel)
     is_pointwise = not kernel.reduced
     scores = [
@@ -307,6 +313,20 @@ def _is_disjoint_along(index: Index, axis: Axis, size: int) -> bool:
         return False
     rest = [coefficient for atoms, coefficient in index.terms if atoms and atoms != (axis,)]
     return all(coefficient % (number * size) == 0 for coefficient in rest)
+
+
+def _is_apart_along(index: Index, axis: Axis) -> bool:
+    """Whether values of an axis never share elements: others step over its extent, or stay within its stride."""
+    stride = index.stride(axis)
+    number = None if stride is None else stride.constant
+    if number is None or number < MIN_SCATTER_DISTANCE or not isinstance(axis.size, int):
+        return False
+    rest = [(atoms, coefficient) for atoms, coefficient in index.terms if atoms and atoms != (axis,)]
+    near = Index(tuple([term for term in rest if term[1] % (number * axis.size)]))
+    limits = near.bounds()
+    if limits is None or limits[0].constant is None or limits[1].constant is None:
+        return False
+    return limits[1].constant - limits[0].constant < number
 
 
 def is_transposed(index: Index, axis: Axis, lane: Axis) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -15,7 +14,6 @@ from fxwrap.loop_ir import (
     Axis,
     DeviceAssert,
     IndexLike,
-    IndirectIndex,
     Kernel,
     Load,
     Reduce,
@@ -28,7 +26,7 @@ from fxwrap.loop_ir import (
 )
 from fxwrap.printers.cpp.axis_tables import AxisTable, choose_tables
 from fxwrap.printers.cpp.half_blocks import HALF_BLOCK, MIN_HALF_LANES, HalfBlocks, HalfBlockWriter, find_half_blocks
-from fxwrap.printers.cpp.loop_plan import MIN_PARALLEL_WORK, SCATTER_BLOCK, LoopPlan
+from fxwrap.printers.cpp.loop_plan import MIN_PARALLEL_WORK, LoopPlan
 from fxwrap.printers.cpp.operations import CPP_TYPES, parenthesize, print_size
 from fxwrap.printers.cpp.segments import find_cases
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues, StatementPrinter
@@ -141,10 +139,14 @@ class LoopPrinter(ABC):
 
     # --- loops ------------------------------------------------------------------------------------------------------
 
+    def is_parallel(self) -> bool:
+        """Whether threads may share the outer axes."""
+        return not self.in_order
+
     def parallel(self, simd: str = "") -> str:
         """Returns the pragma of a parallel loop, or nothing if the work is too small or must run in order."""
         work = self.plan.work
-        if self.in_order or (isinstance(work, int) and work < MIN_PARALLEL_WORK):
+        if not self.is_parallel() or (isinstance(work, int) and work < MIN_PARALLEL_WORK):
             return f"#pragma omp{simd}{self.clause}" if simd and not self.in_order else ""
         condition = "" if isinstance(work, int) else f" if (parallel : {print_size(work)} >= {MIN_PARALLEL_WORK})"
         return f"#pragma omp parallel for{simd} COLLAPSE schedule(static){self.private()}{self.clause}{condition}"
@@ -268,9 +270,7 @@ class PointwisePrinter(LoopPrinter):
             return
         vector_axis, heads = self.vector_axis, [loop_head(axis) for axis in self.outer_axes()]
         inner = [item for item in self.device_asserts if vector_axis in self.kernel.value_axes[item]]
-        if self.plan.serial and self.plan.scatters_are_disjoint:
-            self.print_scatter(inner)
-        elif self.plan.transposed_loads[1]:
+        if self.plan.transposed_loads[1]:
             self.print_tiles(known)
         elif not heads:
             self.print_flat(known)
@@ -310,48 +310,6 @@ class PointwisePrinter(LoopPrinter):
     def outer_axes(self) -> list[Axis]:
         """Returns the axes of the loops around the vectorised one."""
         return [axis for axis in self.kernel.axes if axis is not self.vector_axis]
-
-    def print_scatter(self, inner: Collection[int]) -> None:
-        """Writes loops in which each thread updates a block of columns of all rows, in order: no two threads meet.
-
-        `inner` are the assertions that depend on the vectorised axis.
-        """
-        lane, first, work = self.vector_axis, f"{self.vector_axis.name}_0", self.plan.work
-        if isinstance(lane.size, int) and lane.size <= SCATTER_BLOCK:
-            self.print_scattered_rows(inner, "0", "")
-            return
-        is_large = not isinstance(work, int) or work >= MIN_PARALLEL_WORK
-        pragma = f"#pragma omp parallel for schedule(static){self.clause}" if is_large else ""
-        self.writer.line(f"const int64_t block = {f'scattered_columns({lane.size})' if is_large else lane.size};")
-        with self.writer.nest([f"for (int64_t {first} = 0; {first} < {lane.size}; {first} += block)"], pragma):
-            self.writer.line(f"const int64_t end = fxwrap::min<int64_t>({first} + block, {lane.size});")
-            self.print_scattered_rows(inner, first, "end")
-
-    def print_scattered_rows(self, inner: Collection[int], start: str, end: str) -> None:
-        """Writes the loops over all rows that update a part of their columns. A row's condition is around its loop."""
-        lane, stores = self.vector_axis, self.kernel.stores
-        masks = {store.mask for store in stores}
-        mask = masks.pop() if len(masks) == 1 and not inner else None
-        with self.writer.nest([loop_head(axis) for axis in self.outer_axes()]):
-            known: EmittedValues = {}
-            self.hoist(known)
-            self.write_device_asserts([item for item in self.device_asserts if item not in inner], known)
-            condition = None if mask is None or lane in self.kernel.value_axes[mask] else known[mask]
-            if condition is not None:
-                stores = tuple([replace(store, mask=None) for store in stores])
-            with nullcontext() if condition is None else self.writer.block(f"if ({condition})"):
-                pragma = "" if self.scatters_lanes() else f"#pragma omp simd{self.clause if inner else ''}"
-                with self.writer.nest([loop_head(lane, start, end)], pragma):
-                    self.write_device_asserts(inner, known)
-                    self.write_stores(stores, known)
-
-    def scatters_lanes(self) -> bool:
-        """Whether each lane has an index of its own: processors update such elements one by one, or take as long."""
-        return any(
-            isinstance(atom, IndirectIndex) and self.vector_axis in self.kernel.value_axes[atom.operation]
-            for store in self.kernel.stores
-            for atom in store.index.atoms()
-        )
 
     def print_cases(self, cases: Mapping[Axis, Sequence[Segment]], known: EmittedValues) -> None:
         """Writes the vectorised loop for each case of other axes, in which their conditions are constant."""

@@ -34,6 +34,7 @@ from fxwrap.printers.cpp.operations import CPP_TYPES, SYMBOL_TYPES
 from fxwrap.printers.cpp.row_blocks import RowBlockPrinter, plan_row_blocks
 from fxwrap.printers.cpp.rows import RowPrinter
 from fxwrap.printers.cpp.scans import RowScanPrinter
+from fxwrap.printers.cpp.scatters import ScatterPrinter
 from fxwrap.printers.cpp.segments import split_transposed
 from fxwrap.printers.cpp.statements import CppSourceWriter
 from fxwrap.printers.cpp.streaming import StreamingPrinter
@@ -105,6 +106,8 @@ def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments:
         if factors is not None:
             return FactorContractionPrinter(plan, factors, writer, origin_comments)
         return ContractionPrinter(plan, contraction, writer, origin_comments)
+    if plan.serial and not kernel.reduced:
+        return ScatterPrinter(plan, writer, origin_comments)
     if not kernel.reduced:
         rows = plan_row_blocks(kernel)
         if rows is not None:
