@@ -23,8 +23,11 @@ from fxwrap.loop_ir.segments import axis_comparisons, decide_comparisons
 from fxwrap.loop_ir.verify import verify_kernel
 from fxwrap.symbolic import Size
 
-_LEAST_LOADS, _LEAST_SUMMED_LOADS = 8, 3
-"""The fewest loads of one buffer that count as a window of results, and as one of sums."""
+MIN_WINDOW_LOADS = 8
+"""The fewest loads of one buffer by an iteration that count as a window."""
+
+_MIN_SUMMED_LOADS = 3
+"""The fewest that do in sums of windows' elements."""
 
 _MAX_ELEMENTS = 8
 """The most elements that an iteration computes."""
@@ -35,7 +38,7 @@ _MAX_LOADS = 160
 _MIN_SAVED = 0.4
 """The least share of the loads that must be saved."""
 
-_MIN_ITERATIONS = 1 << 17
+MIN_WINDOW_ITERATIONS = 1 << 17
 """The fewest iterations that occupy a device."""
 
 
@@ -49,7 +52,7 @@ def share_windows(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
     if not _has_windows(kernel):
         return kernel
     best, least = kernel, 1 - _MIN_SAVED
-    most = min(hint(count_points((*kernel.axes, *kernel.reduced))) // _MIN_ITERATIONS, _MAX_ELEMENTS)
+    most = min(hint(count_points((*kernel.axes, *kernel.reduced))) // MIN_WINDOW_ITERATIONS, _MAX_ELEMENTS)
     for axis in kernel.reduced or kernel.axes:
         accesses = [item for item in kernel.operations if isinstance(item, Load)] if kernel.reduced else kernel.stores
         if not isinstance(axis.size, int) or any(item.index.stride(axis) in (None, ONE) for item in accesses):
@@ -78,7 +81,7 @@ def _has_windows(kernel: Kernel) -> bool:
     if any(item.kind != "sum" or item.operand_precision is not None for item in reductions):
         return False
     buffers = Counter(item.buffer for item in kernel.operations if isinstance(item, Load))
-    return max(buffers.values(), default=0) >= (_LEAST_SUMMED_LOADS if reductions else _LEAST_LOADS)
+    return max(buffers.values(), default=0) >= (_MIN_SUMMED_LOADS if reductions else MIN_WINDOW_LOADS)
 
 
 def _with_elements(kernel: Kernel, axis: Axis, count: int) -> tuple[Kernel, Axis]:

@@ -16,7 +16,8 @@ class DefinitionPlan:
     """A definition, the position of its node, and how it is computed.
 
     `cost` and `depth` include the definitions inlined into it; `reads` are the materialised definitions that it reads,
-    `operands` other ones that its region needs.
+    `operands` other ones that its region needs. One with a window reads many elements of one tensor for each of its
+    own, so that neighbouring iterations of its kernel had better share loads.
     """
 
     definition: Definition
@@ -26,6 +27,7 @@ class DefinitionPlan:
     depth: int = 0
     reads: frozenset[Definition] = frozenset()
     operands: frozenset[Definition] = frozenset()
+    has_window: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -329,14 +329,16 @@ class Fusion:
         On a massively parallel device, a kernel whose reduction runs down long columns or a few of them, or over rows
         that do not fit in one program, has few programs: these should not write a whole tensor too, unless the rows are
         split into parts, which write elements that do not depend on them. Reductions of rows of a matmul's results are
-        split along columns.
+        split along columns. Nor do kernels with windows, which share loads, have reductions.
         """
-        definition = plan.definition
+        definition, spec = plan.definition, self.specs[kernel.device_type]
+        plans = [plan, *[member.plan for member in kernel.members]]
+        if mapping.reduced and spec.massively_parallel and any(item.has_window for item in plans):
+            return False
         if mapping.columns:
             return True
         if mapping.rows:
             return self._fits_row_parts(kernel, mapping, definition)
-        spec = self.specs[kernel.device_type]
         if not mapping.reduced or not spec.massively_parallel or language_traits(spec.kernel_language).takes_regions:
             return True
         reduced = set(mapping.reduced)

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.loop_ir import STORAGE_ONLY, as_index
+from fxwrap.loop_ir import MIN_WINDOW_ITERATIONS, MIN_WINDOW_LOADS, STORAGE_ONLY, as_index
 from fxwrap.lowering.fusion.concatenations import ConcatenatedParts
 from fxwrap.lowering.fusion.def_use import DefUse, DefUseChains
 from fxwrap.lowering.fusion.definition_plans import DefinitionPlan, MaterialisationPlan
@@ -22,7 +22,7 @@ from fxwrap.lowering.fusion.definitions import (
     Stored,
     Viewed,
 )
-from fxwrap.lowering.fusion.tracing import Access, IndexTuple, has_byte_weights, iteration_space, shared_source
+from fxwrap.lowering.fusion.tracing import Access, IndexTuple, Trace, has_byte_weights, iteration_space, shared_source
 from fxwrap.symbolic import Size, product
 
 _CHEAP = 8
@@ -119,7 +119,7 @@ class _MaterialisationPlanner:
             operands |= {other} if producer.materialised else producer.reads | producer.operands
         plan = DefinitionPlan(
             definition, use.position, not isinstance(definition, Pointwise | Viewed), cost, depth, frozenset(reads),
-            frozenset(operands - reads),
+            frozenset(operands - reads), self._has_window(definition, trace),
         )  # fmt: skip
         if not isinstance(definition, Pointwise):
             return plan
@@ -129,6 +129,15 @@ class _MaterialisationPlanner:
             if self._is_computed_once_a_row(use, plan):
                 return replace(plan, cost=0)
         return replace(plan, materialised=True)
+
+    def _has_window(self, definition: Definition, trace: Trace) -> bool:
+        """Whether an element has a window, itself or in what is inlined, and iterations enough have several of them."""
+        if not isinstance(definition, Pointwise) or self._count(definition.sizes) < 2 * MIN_WINDOW_ITERATIONS:
+            return False
+        places = Counter([other for other, _ in trace.reads])
+        if max(places.values(), default=0) >= MIN_WINDOW_LOADS:
+            return True
+        return any(plan.has_window and not plan.materialised for plan in map(self.plans.__getitem__, places))
 
     def _needs_memory(self, plan: DefinitionPlan) -> bool:
         """Whether a definition must be materialised.
@@ -162,6 +171,8 @@ class _MaterialisationPlanner:
         elements = self._count(plan.definition.sizes)
         if self._is_matmul_epilogue(use, plan, elements) or self._is_reduction_epilogue(plan, elements):
             return False
+        if self._is_reduced_window(plan):
+            return False
         if self._is_of_one_concatenation(use, elements) or self._is_of_one_scatter(use, elements):
             return True
         if self._is_narrower_than_its_cast(use, plan):
@@ -179,6 +190,16 @@ class _MaterialisationPlanner:
             return True
         readers = max(len(consumers), use.max_reads_per_iteration)
         return self._is_cheap_to_recompute(plan, elements, readers) or self._is_recomputed_from_cache(use, plan)
+
+    def _is_reduced_window(self, plan: DefinitionPlan) -> bool:
+        """Whether a reduction reads a definition with a window, whose loads iterations of one kernel share.
+
+        Those of a reduction, which have sums in registers, would load each element again for every window.
+        """
+        spec = self.specs.get(plan.definition.device.type)
+        if not plan.has_window or spec is None or not spec.massively_parallel:
+            return False
+        return any(isinstance(item.definition, Reduced) for item in self.consumers[plan.definition])
 
     def _is_narrower_than_its_cast(self, use: DefUse, plan: DefinitionPlan) -> bool:
         """Whether an operator reads a definition alone, and several read its results, which are wider.

@@ -57,6 +57,21 @@ def test_gates_of_rows_are_computed_in_the_kernel_that_reduces_the_rows() -> Non
     assert launches(lowered(squeezed, x, torch.zeros(32, 32))) == ["sum_0", "sigmoid_0", "mul_0"], "of an earlier sum"
 
 
+def test_windows_whose_iterations_share_loads_are_not_computed_by_reductions() -> None:
+    def pooled(x: Tensor) -> tuple[Tensor, Tensor]:
+        pool = F.avg_pool2d(x, 3, 1, 1).relu()
+        return pool, pool.sum((0, 2, 3))
+
+    def averaged(x: Tensor) -> Tensor:
+        return F.avg_pool2d(x, 3, 1, 1).relu().mean((2, 3))
+
+    large, small = torch.zeros(32, 16, 64, 64), torch.zeros(2, 16, 64, 64)
+    for function in (pooled, averaged):
+        assert (32, 16, 64, 64) in allocated(lowered(function, large))
+        assert len(lowered(function, small).kernels) < len(lowered(function, large).kernels)
+        assert len(lowered(function, large, fast=False).kernels) == 1
+
+
 def test_values_computed_from_few_inputs_are_recomputed_by_each_reader() -> None:
     """A gradient that is a number at one place of each row, divided and compared: read by rows and by columns."""
 

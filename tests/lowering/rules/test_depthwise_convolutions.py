@@ -172,7 +172,7 @@ def test_neighbouring_windows_share_loads(name: str, kind: str, monkeypatch: pyt
         evaluate_kernel(shared, *arguments)  # type: ignore[arg-type]
 
     planned = plan(make_fx(compute)(*operands), operands, DEPTHWISE)
-    monkeypatch.setattr(shared_windows, "_MIN_ITERATIONS", 1)
+    monkeypatch.setattr(shared_windows, "MIN_WINDOW_ITERATIONS", 1)
     (result,) = planned.run(operands, evaluate_shared)
     torch.testing.assert_close(result, compute(*[item.double() for item in operands]).float())
     if name == "of 3":
