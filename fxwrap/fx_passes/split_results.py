@@ -9,9 +9,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from fxwrap.fx_passes.effects import is_movable
 from fxwrap.fx_passes.graph_copy import GraphCopy, fake_call, same_layout
@@ -82,10 +84,16 @@ def _match(split: Node, aliases: StorageAliases, context: FxPassContext) -> _Spl
     for part in parts:
         fake = aliases.fakes[part]
         for call in calls:
-            fake = fake_call(call.target, (fake, *call.args[1:]), call.kwargs)
+            fake = fake_call(call.target, *_applied_to(call, fake))
         if not aliases.accepts_layout(part, fake):
             return None
     return _SplitResult(split, calls, parts)
+
+
+def _applied_to(call: Node, operand: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of a call on one tensor with another in its place."""
+    applied: Any = map_arg((call.args, call.kwargs), lambda _: operand)
+    return applied
 
 
 def _rewrite(copy: GraphCopy, match: _SplitResult) -> None:
@@ -97,9 +105,8 @@ def _rewrite(copy: GraphCopy, match: _SplitResult) -> None:
         result = copy.element(before, operands, part.args[1], f"{part.name}_operand")  # type: ignore[arg-type]
         for call in match.calls:
             old = copy.node_map[call]
-            result = copy.call(
-                before, old.target, (result, *old.args[1:]), f"{part.name}_{call.name}", old.kwargs, origin=old
-            )
+            arguments, keywords = _applied_to(old, result)
+            result = copy.call(before, old.target, arguments, f"{part.name}_{call.name}", keywords, origin=old)
         copy.substitute(part, result, "fused")
     for node in (match.split, *reversed(match.calls)):
         copy.erase(node)

@@ -40,7 +40,12 @@ def _of_a_middle_dimension(x: Tensor, weight: Tensor) -> Tensor:
     return first * (second.sum(-2) @ weight.sin()).unsqueeze(1)
 
 
-@pytest.mark.parametrize("function", [_gated, _of_three_sizes, _of_a_middle_dimension])
+def _of_one_operand_twice(x: Tensor, weight: Tensor) -> Tensor:
+    first, second = (x * x).clamp(max=2).chunk(2, -1)
+    return first * (second.sum(-1) @ weight.sin()).unsqueeze(-1)
+
+
+@pytest.mark.parametrize("function", [_gated, _of_one_operand_twice, _of_three_sizes, _of_a_middle_dimension])
 def test_parts(function: Callable[..., Any]) -> None:
     planned = check(function, torch.randn(5, 6, 48), torch.randn(6, 6), options=OPTIONS)
     assert not {(5, 6, 48), (5, 48, 6)} & {*_allocated(planned)}, "the activation is not in memory"
