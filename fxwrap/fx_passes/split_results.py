@@ -90,10 +90,10 @@ def _match(split: Node, aliases: StorageAliases, context: FxPassContext) -> _Spl
     return _SplitResult(split, calls, parts)
 
 
-def _applied_to(call: Node, operand: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _applied_to(call: Node, operand: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments of a call on one tensor with another in its place."""
     applied: Any = map_arg((call.args, call.kwargs), lambda _: operand)
-    return applied
+    return tuple(applied[0]), dict(applied[1])
 
 
 def _rewrite(copy: GraphCopy, match: _SplitResult) -> None:

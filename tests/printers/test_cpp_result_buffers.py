@@ -17,7 +17,8 @@ def softmax(dtype: torch.dtype, sizes: tuple[int, int], dim: int, result: str = 
     """A softmax in a dtype of rows (dim 1) or columns (dim 0) of a float64 or float32 matrix, and its result.
 
     Results are "plain"; "half", which cannot hold the exponentials; "in place", in the memory of the operand; "twice",
-    the result and its double; "masked", stored for positive elements only; or "gaps", rows further from each other.
+    the result and its double; "masked", stored for positive elements only; "gaps", rows further from each other; or
+    "rounded", the exponentials in half precision beside it.
     """
     body, row, column = KernelBuilder(), Axis("i", sizes[0]), Axis("j", sizes[1])
     at = as_index(row) * sizes[1] + as_index(column)
@@ -32,12 +33,15 @@ def softmax(dtype: torch.dtype, sizes: tuple[int, int], dim: int, result: str = 
     if result == "twice":
         body.store("double", at, value + value)
         outputs.append(Buffer("double", dtype, extent))
+    if result == "rounded":
+        body.store("rounded", at, power.to(BF16))
+        outputs.append(Buffer("rounded", BF16, extent))
     axes = ([row], [column]) if dim == 1 else ([column], [row])
     return body.finish(*axes, [] if result == "in place" else inputs, outputs)
 
 
 SHAPES = [((3, 20011), 1), ((1, 70001), 1), ((1000, 64), 0), ((5000, 20), 0), ((3000, 15), 0), ((9001, 257), 0)]
-HELD, OTHERS = ("plain", "twice", "gaps"), ("half", "in place", "masked")
+HELD, OTHERS = ("plain", "twice", "gaps", "rounded"), ("half", "in place", "masked")
 CASES = [(dtype, *shape, result) for dtype in (F32, F64) for shape in SHAPES for result in (*HELD, *OTHERS)]
 compiled_softmaxes = compiled_together(softmax)
 
@@ -48,6 +52,35 @@ compiled_softmaxes = compiled_together(softmax)
 def test_a_result_holds_exponentials(dtype: torch.dtype, sizes: tuple[int, int], dim: int, result: str) -> None:
     source = check(softmax(dtype, sizes, dim, result))
     assert bool(re.search(r" out\[[^;]*\] = exp_\d+;", source)) == (result in HELD)
+
+
+def gates(dtype: torch.dtype, rows: int, columns: int, order: str) -> Kernel:
+    """Two gates of a matrix, their sums of columns, and both as results.
+
+    They are in the same order, reversed, or each in the other's result.
+    """
+    body, row, column = KernelBuilder(), Axis("i", rows), Axis("j", columns)
+    at, count = as_index(row) * columns + as_index(column), rows * columns
+    x = body.load("x", at, dtype)
+    gate, other = x.exp(), (x * 0.5).exp()
+    values = {"one": gate, "two": other}
+    for name, value in values.items():
+        body.store(f"{name}_sum", as_index(column), body.reduce("sum", value)[0])
+    names = [*reversed(values)] if order == "reversed" else [*values]
+    stored = {"one": other * 2, "two": gate} if order == "exchanged" else values
+    for name in names:
+        body.store(name, at, stored[name])
+    outputs = [Buffer(name, dtype, count) for name in names]
+    outputs += [Buffer(f"{name}_sum", dtype, columns) for name in values]
+    return body.finish([column], [row], [Buffer("x", dtype, count)], outputs)
+
+
+@pytest.mark.parametrize("order", ["same", "reversed", "exchanged"])
+@pytest.mark.parametrize("columns", [20, 257])
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_results_hold_two_values(dtype: torch.dtype, columns: int, order: str) -> None:
+    source = check(gates(dtype, 20011, columns, order))
+    assert all(re.search(rf" {name}\[[^;]*\] = exp_\d+;", source) for name in ("one", "two"))
 
 
 @pytest.mark.parametrize("dim", [0, 1])

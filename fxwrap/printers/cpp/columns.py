@@ -396,6 +396,7 @@ class ColumnPrinter(ScanPrinterBase):
                 element = dict(inner)
                 values = [halves.blocks.stored(store) for store in stores]
                 targets = halves.blocks.targets(self.targets(reductions, stores), stores)
+                self.load_held(values if len(values) > 1 else [], element)
                 self.write_elements(targets, element, values if len(values) > 1 else ())
                 for position in reductions:
                     self.accumulate_lane(position, element, f"{self.statements.name(position)}_lanes")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from fxwrap.loop_ir import Axis, Reduce, Scan, Store
+from fxwrap.printers.cpp.half_blocks import HalfBlocks, HalfBlockWriter
 from fxwrap.printers.cpp.loop_plan import MAX_LANE_ELEMENTS, ReductionParts
 from fxwrap.printers.cpp.loops import LoopPrinter, loop_head
 from fxwrap.printers.cpp.operations import CPP_TYPES, compared_width, parenthesize, print_size
@@ -76,6 +77,20 @@ class ReductionPrinter(LoopPrinter):
         """Returns the element of a result that holds a value."""
         store = self.result_buffers[position]
         return f"{store.buffer}[{self.statements.index({})(store.index)}]"
+
+    def load_held(self, positions: Sequence[int], known: EmittedValues) -> None:
+        """Writes constants for values that results' memory holds, before stores of an iteration overwrite them."""
+        for position in positions:
+            if position in self.result_buffers and known.get(position) == self.result_element(position):
+                known[position] = self.statements.declare(position, known[position])
+
+    def write_stores(
+        self, stores: Sequence[Store], known: EmittedValues, halves: HalfBlockWriter | None = None
+    ) -> None:
+        """Writes the statements of stores, then the stores; what results hold is loaded before."""
+        blocks = HalfBlocks() if halves is None else halves.blocks
+        self.load_held([blocks.stored(store) for store in stores] if len(stores) > 1 else [], known)
+        super().write_stores(stores, known, halves)
 
     def block_stores(self, stores: Sequence[Store]) -> Sequence[Store]:
         """Returns the stores whose elements go to memory in the order of the loops."""

@@ -24,10 +24,11 @@ class ResultBuffers:
         self._free = [store for store in stores if _is_unread(plan.kernel, store)]
 
     def hold(self, position: int, known: Set[int]) -> bool:
-        """Chooses a result of the value's dtype; returns whether there is one, and the value is costly."""
+        """Chooses a result of the value's dtype, its own if it is one; returns whether one is free and it is costly."""
         operations = self.plan.kernel.operations
         dtype = operation_dtype(operations[position])
-        store = next((item for item in self._free if operation_dtype(operations[item.value]) is dtype), None)
+        free = [item for item in self._free if operation_dtype(operations[item.value]) is dtype]
+        store = min(free, key=lambda item: item.value != position, default=None)
         if store is None or self.plan.cost(position, known) < MIN_COST:
             return False
         self._free.remove(store)
