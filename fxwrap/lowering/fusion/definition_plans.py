@@ -17,7 +17,7 @@ class DefinitionPlan:
 
     `cost` and `depth` include the definitions inlined into it; `reads` are the materialised definitions that it reads,
     `operands` other ones that its region needs. One with a window reads many elements of one tensor for each of its
-    own, so that neighbouring iterations of its kernel had better share loads.
+    own, on a massively parallel device: neighbouring iterations of its kernel had better share loads.
     """
 
     definition: Definition

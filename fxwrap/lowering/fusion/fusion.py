@@ -332,8 +332,7 @@ class Fusion:
         split along columns. Nor do kernels with windows, which share loads, have reductions.
         """
         definition, spec = plan.definition, self.specs[kernel.device_type]
-        plans = [plan, *[member.plan for member in kernel.members]]
-        if mapping.reduced and spec.massively_parallel and any(item.has_window for item in plans):
+        if mapping.reduced and (plan.has_window or any(member.plan.has_window for member in kernel.members)):
             return False
         if mapping.columns:
             return True

@@ -132,7 +132,10 @@ class _MaterialisationPlanner:
 
     def _has_window(self, definition: Definition, trace: Trace) -> bool:
         """Whether an element has a window, itself or in what is inlined, and iterations enough have several of them."""
-        if not isinstance(definition, Pointwise) or self._count(definition.sizes) < 2 * MIN_WINDOW_ITERATIONS:
+        spec = self.specs.get(definition.device.type)
+        if not isinstance(definition, Pointwise) or spec is None or not spec.massively_parallel:
+            return False
+        if self._count(definition.sizes) < 2 * MIN_WINDOW_ITERATIONS:
             return False
         places = Counter([other for other, _ in trace.reads])
         if max(places.values(), default=0) >= MIN_WINDOW_LOADS:
@@ -196,10 +199,8 @@ class _MaterialisationPlanner:
 
         Those of a reduction, which have sums in registers, would load each element again for every window.
         """
-        spec = self.specs.get(plan.definition.device.type)
-        if not plan.has_window or spec is None or not spec.massively_parallel:
-            return False
-        return any(isinstance(item.definition, Reduced) for item in self.consumers[plan.definition])
+        consumers = self.consumers[plan.definition]
+        return plan.has_window and any(isinstance(item.definition, Reduced) for item in consumers)
 
     def _is_narrower_than_its_cast(self, use: DefUse, plan: DefinitionPlan) -> bool:
         """Whether an operator reads a definition alone, and several read its results, which are wider.

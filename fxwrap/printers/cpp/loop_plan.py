@@ -307,26 +307,31 @@ def _is_long(axis: Axis) -> bool:
 
 def _is_disjoint_along(index: Index, axis: Axis, size: int) -> bool:
     """Whether values of an axis never share an element: the strides of other axes are multiples of its extent."""
-    stride = index.stride(axis)
-    number = None if stride is None else stride.constant
-    if not number or number < 0:
-        return False
-    rest = [coefficient for atoms, coefficient in index.terms if atoms and atoms != (axis,)]
-    return all(coefficient % (number * size) == 0 for coefficient in rest)
+    step = _fixed_step(index, axis)
+    return step > 0 and not _terms_within(index, axis, step * size).terms
 
 
 def _is_apart_along(index: Index, axis: Axis) -> bool:
     """Whether values of an axis never share elements: others step over its extent, or stay within its stride."""
-    stride = index.stride(axis)
-    number = None if stride is None else stride.constant
-    if number is None or number < MIN_SCATTER_DISTANCE or not isinstance(axis.size, int):
+    step = _fixed_step(index, axis)
+    if step < MIN_SCATTER_DISTANCE or not isinstance(axis.size, int):
         return False
-    rest = [(atoms, coefficient) for atoms, coefficient in index.terms if atoms and atoms != (axis,)]
-    near = Index(tuple([term for term in rest if term[1] % (number * axis.size)]))
-    limits = near.bounds()
+    limits = _terms_within(index, axis, step * axis.size).bounds()
     if limits is None or limits[0].constant is None or limits[1].constant is None:
         return False
-    return limits[1].constant - limits[0].constant < number
+    return limits[1].constant - limits[0].constant < step
+
+
+def _fixed_step(index: Index, axis: Axis) -> int:
+    """Returns the stride of an axis, 0 for one that varies."""
+    stride = index.stride(axis)
+    return 0 if stride is None else stride.constant or 0
+
+
+def _terms_within(index: Index, axis: Axis, extent: int) -> Index:
+    """Returns the terms, without the constant and that of an axis, that do not step over its extent."""
+    rest = [term for term in index.terms if term[0] and term[0] != (axis,)]
+    return Index(tuple([term for term in rest if term[1] % extent]))
 
 
 def is_transposed(index: Index, axis: Axis, lane: Axis) -> bool:

@@ -130,7 +130,7 @@ class TransposedColumnPrinter(ColumnPrinter):
         """Writes the tiles of rows and their loads; returns the texts of their elements."""
         (row,), known = self.kernel.reduced, EmittedValues()
         for position, operation in enumerate(self.kernel.operations):
-            if not isinstance(operation, Load | Store) or not _is_row(operation.index, row, self.vector_axis):
+            if not isinstance(operation, Load | Store) or not self.is_across(operation):
                 continue
             name = operation.buffer if isinstance(operation, Store) else self.statements.name(position)
             dtype = operation.dtype if isinstance(operation, Load) else self.statements.dtype(operation.value)
@@ -153,7 +153,7 @@ class TransposedColumnPrinter(ColumnPrinter):
         """Writes the stores of tiles as rows."""
         (row,) = self.kernel.reduced
         for store in self.kernel.stores:
-            if _is_row(store.index, row, self.vector_axis):
+            if self.is_across(store):
                 rows, stride = self.lines(store, {row: as_index(0)})
                 tile = f"&{store.buffer}_tile[0][0], {self.block}, {self.lane_count}"
                 self.writer.line(f"store_columns<{row.size}>({tile}, {rows}, {stride});")

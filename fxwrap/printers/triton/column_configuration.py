@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fxwrap.devices import WARP_LANES, DeviceSpec
-from fxwrap.loop_ir import ONE, TRANSFER_BYTES, Axis, IndirectIndex, Kernel, Store, has_contiguous_columns
+from fxwrap.loop_ir import (
+    MIN_WINDOW_LOADS,
+    ONE,
+    TRANSFER_BYTES,
+    Axis,
+    IndirectIndex,
+    Kernel,
+    Store,
+    has_contiguous_columns,
+)
 from fxwrap.printers.triton.accesses import (
     MIN_TILE_SIDE,
     Hint,
@@ -50,9 +59,6 @@ _TRANSPOSED_COLUMNS, _TRANSPOSED_ROWS, _TRANSPOSED_STEP = 128, 128, 32
 
 _TRANSPOSED_ELEMENTS = 8192
 """The elements of such a program at least, if there are so many."""
-
-_WINDOW_LOADS = 8
-"""The loads of a buffer beyond which they are those of windows, in the mean of an iteration's buffers."""
 
 _WINDOW_ROWS = 16
 """The rows of a step of a loop whose iterations load many elements, as those of windows."""
@@ -111,9 +117,9 @@ def _transposed_tile(kernel: Kernel, inner: Axis, other: Axis, hint: Hint) -> Ti
 
 
 def _loads_windows(kernel: Kernel) -> bool:
-    """Whether an iteration loads more elements than a thread has in a step, of few buffers."""
+    """Whether an iteration loads more elements than a thread has in a step, of windows in few buffers."""
     buffers = [load.buffer for load in full_tile_loads(kernel)]
-    return len(buffers) > max(_STEP_LOADS, _WINDOW_LOADS * len(set(buffers)))
+    return len(buffers) > max(_STEP_LOADS, MIN_WINDOW_LOADS * len(set(buffers)))
 
 
 def _window_tile(kernel: Kernel, inner: Axis, hint: Hint) -> TileConfiguration:

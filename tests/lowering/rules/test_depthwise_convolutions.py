@@ -12,17 +12,23 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxwrap.devices import CPU
 from fxwrap.loop_ir import Kernel, Load, evaluate_kernel, share_windows, shared_windows
+from fxwrap.options import Options
 from tests.lowering.planned_programs import STRICT, check, plan
 
 aten = torch.ops.aten
 _WINDOWS = 125
-_LIMITS = tuple([(dtype, (_WINDOWS,) * 3) for dtype in (torch.float32, torch.float64, torch.bfloat16)])
-DEVICE = dataclasses.replace(
-    CPU,
-    massively_parallel=True,
-    convolutions=dataclasses.replace(CPU.convolutions, depthwise_windows=_LIMITS, channels_last_dtypes=frozenset()),
-)
-DEPTHWISE = STRICT.replace(devices=(DEVICE,))
+_LIMITS = tuple([(dtype, (_WINDOWS, _WINDOWS, _WINDOWS)) for dtype in (torch.float32, torch.float64, torch.bfloat16)])
+
+
+def _options(limits: tuple[tuple[torch.dtype, tuple[int, int, int]], ...]) -> Options:
+    """Returns the options of a device whose kernels compute depthwise convolutions with windows up to some limits."""
+    traits = dataclasses.replace(CPU.convolutions, depthwise_windows=limits, channels_last_dtypes=frozenset())
+    return STRICT.replace(devices=(dataclasses.replace(CPU, massively_parallel=True, convolutions=traits),))
+
+
+DEPTHWISE = _options(_LIMITS)
+WITHOUT_WEIGHTS = _options(((torch.float32, (_WINDOWS, _WINDOWS, 0)),))
+"""Those of a device where a library computes the gradients of weights faster."""
 
 CONVOLUTIONS: dict[str, tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[int]]] = {
     "of 3": ((2, 3, 8, 6), (3, 3), (1, 1), (1, 1), (1, 1)),
@@ -83,33 +89,24 @@ def test_gradients(name: str, needed: Sequence[bool]) -> None:
 
 def test_gradients_of_images_alone() -> None:
     """Where a library computes the gradient of the weight faster, its call computes that alone."""
-    limits = ((torch.float32, (_WINDOWS, _WINDOWS, 0)),)
-    device = dataclasses.replace(
-        DEVICE, convolutions=dataclasses.replace(DEVICE.convolutions, depthwise_windows=limits)
-    )
 
     def backward(gradient: Tensor, image: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         return aten.convolution_backward(
             gradient, image, weight, [3], [1, 1], [1, 1], [1, 1], False, [0, 0], 3, [True, True, True]
         )
 
-    planned = check(backward, *_operands("of 3", torch.float32, False), options=STRICT.replace(devices=(device,)))
+    planned = check(backward, *_operands("of 3", torch.float32, False), options=WITHOUT_WEIGHTS)
     assert planned.calls == ["aten.convolution_backward.default"]
     assert "[false, true, true]" in str(planned.program) or "[false, true, false]" in str(planned.program)
 
 
 def test_gradients_of_transposed_convolutions_stay_one_call() -> None:
-    limits = ((torch.float32, (_WINDOWS, _WINDOWS, 0)),)
-    device = dataclasses.replace(
-        DEVICE, convolutions=dataclasses.replace(DEVICE.convolutions, depthwise_windows=limits)
-    )
-
     def backward(gradient: Tensor, image: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         return aten.convolution_backward(
             gradient, image, weight, None, [1, 1], [1, 1], [1, 1], True, [0, 0], 3, [True, True, False]
         )[:2]
 
-    planned = check(backward, *_operands("of 3", torch.float32, False), options=STRICT.replace(devices=(device,)))
+    planned = check(backward, *_operands("of 3", torch.float32, False), options=WITHOUT_WEIGHTS)
     assert planned.calls == ["aten.convolution_backward.default"]
 
 
