@@ -142,6 +142,7 @@ NO_FLOATS = tuple(f"aten.{part}" for part in (
     "name", [name for name in OVERLOADS if name not in DECLINED and not name.startswith(NO_FLOATS)]
 )
 def test_accuracy_against_float64_matches_eager(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)  # a mean of other values may be near zero, and its relative error large by chance
     compared_samples = 0
     for positional, keywords in samples(name, dtype, ordinary_values):
         wanted = eager(name, positional, keywords)
