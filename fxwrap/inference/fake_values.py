@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Any, TypeAlias
 
 import sympy
@@ -21,6 +22,9 @@ from fxwrap.wrapper_ir import ListType, OptionalType, ScalarType, Size, TensorTy
 FakeNumber: TypeAlias = int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool
 
 _SMALLEST_HINT = 2
+
+_MAX_TERMS = 200
+"""The most parts of an expression that symbols of later ones repeat."""
 
 
 class FakeValues:
@@ -88,10 +92,22 @@ class FakeValues:
             self._expressions[symbol] = expression
         return expression
 
-    def define(self, symbol: sympy.Symbol, number: Any) -> None:
-        """Defines a symbol as a number, such as the one that a `symbol.let` computes."""
+    def define(self, symbol: sympy.Symbol, number: Any) -> Any:
+        """Defines a symbol as a number, such as the one that a `symbol.let` computes; returns the number.
+
+        That is a symbol of its own where the expression is long: those of later symbols would repeat it, and torch
+        takes minutes to compare nested extrema, such as offsets in memory pools.
+        """
         node = getattr(number, "node", None)
-        self._expressions[symbol] = sympy.sympify(number) if node is None else torch_compat.symbol_expression(number)
+        expression = sympy.sympify(number) if node is None else torch_compat.symbol_expression(number)
+        parts = islice(sympy.preorder_traversal(expression), _MAX_TERMS, None)
+        if isinstance(number, torch.SymInt) and next(parts, None) is not None:
+            bounds, hint = torch_compat.symbol_bounds(number), torch_compat.symbol_hint(number)
+            number = torch_compat.new_symbol(self.shape_env, symbol.name, symbol_kind(symbol.name), hint)
+            torch_compat.bound_symbol(self.shape_env, number, *bounds)
+            expression = torch_compat.symbol_expression(number)
+        self._expressions[symbol] = expression
+        return number
 
     def unbacked_number(self, kind: str) -> FakeNumber:
         """Returns a new unbacked symbol of a kind."""
@@ -176,9 +192,10 @@ class ExampleValues(FakeValues):
                 self._examples[symbol.name] = self.unbacked_number(kind) if hint is None else hint
         return evaluate(expression, self._examples)
 
-    def define(self, symbol: sympy.Symbol, number: object) -> None:
-        """Defines a symbol as a number, such as the one that a `symbol.let` computes."""
+    def define(self, symbol: sympy.Symbol, number: object) -> object:
+        """Defines a symbol as a number, such as the one that a `symbol.let` computes; returns the number."""
         self._examples[symbol.name] = number
+        return number
 
     def unbacked_number(self, kind: str) -> FakeNumber:
         """Returns a constant of a kind."""

@@ -188,7 +188,8 @@ class FxConverter(GraphEmitter):
         self.writer.symbol(line.symbol, self.writer.call(_SIZES[line.of], arguments, name=line.symbol.name, val=val))
 
     def let(self, line: lines.Let) -> None:
-        self.fakes.define(make_symbol(line.symbol.name), self.writer.named_number(line.symbol, line.expr).meta["val"])
+        node = self.writer.named_number(line.symbol, line.expr)
+        node.meta["val"] = self.fakes.define(make_symbol(line.symbol.name), node.meta["val"])
 
     def item(self, line: lines.ReadItem) -> None:
         val = self.fakes.symbol(line.symbol)

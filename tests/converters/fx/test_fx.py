@@ -256,6 +256,33 @@ program @twice(%x: borrowed f32[s0, 4]@cpu) {
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
+def test_offsets_of_nested_extrema_stay_short() -> None:
+    """Each offset is the end of one of two buffers before it: expanded, the last one has thousands of terms."""
+    count = 12
+    lets = ["  n0 = symbol.let expr=64*ceildiv(s0, 64)"]
+    for number in range(1, count):
+        before = f"n{number - 1}"
+        lets.append(f"  n{number} = symbol.let expr=max({before} + 64*ceildiv({number}*s0, 64), 2*{before} - 256)")
+    text = f"""
+program @offsets(%x: borrowed f32[s0]@cpu) {{
+  s0 = symbol.size(%x) dim=0
+{chr(10).join(lets)}
+  %pool = memory.pool() : u8[n{count - 1} + 4*s0]@cpu
+  %a = memory.pool_slice(%pool) offset=n{count - 1} : f32[s0]@cpu
+  extern.call @aten.sin.out(%x) outs=(%a)
+  %b = extern.call @aten.cos.default(%a) : f32[s0]@cpu
+  memory.free(%pool)
+  control.return(%b)
+}}
+"""
+    program = fxwrap.verify(fxwrap.parse(text))
+    module = fxwrap.to_fx(program).graph_module
+    (node,) = module.graph.find_nodes(op="call_function", target=torch.ops.fxwrap.pool_slice.default)
+    assert len(str(node.args[1].meta["val"])) < 1000
+    x = torch.randn(5)
+    torch.testing.assert_close(module(x), (x.sin().cos(),), rtol=0, atol=0)
+
+
 def test_the_boxed_entry_drops_owned_inputs_at_their_last_use() -> None:
     text = """
 program @frees(%a: owned f32[8]@cpu, %b: shared f32[8]@cpu, %unused: owned f32[8]@cpu) {

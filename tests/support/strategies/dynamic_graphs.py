@@ -326,7 +326,11 @@ def dynamic_graphs(draw: Any, steps: int = 14) -> DynamicGraph:
 
     from_zero = draw(st.booleans())  # as with `torch.export`; Dynamo traces for sizes from 2 on
     with torch.fx.experimental._config.patch(backed_size_oblivious=from_zero):
-        module = make_fx(traced, tracing_mode="symbolic")(*spec.inputs(LETTERS, 0))
+        try:
+            module = make_fx(traced, tracing_mode="symbolic")(*spec.inputs(LETTERS, 0))
+        except RuntimeError as error:  # torch 2.13: its fake `expand` compares a floor division with its numerator
+            assume("non-broadcasting semantics" not in str(error))
+            raise
     module.graph.eliminate_dead_code()
     module.recompile()
     values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
