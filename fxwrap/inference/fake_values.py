@@ -103,7 +103,8 @@ class FakeValues:
         parts = islice(sympy.preorder_traversal(expression), _MAX_TERMS, None)
         if isinstance(number, torch.SymInt) and next(parts, None) is not None:
             bounds, hint = torch_compat.symbol_bounds(number), torch_compat.symbol_hint(number)
-            number = torch_compat.new_symbol(self.shape_env, symbol.name, symbol_kind(symbol.name), hint)
+            hint = None if hint is None else int(hint)
+            number = torch_compat.new_symbol(self.shape_env, symbol.name, "int", hint)
             torch_compat.bound_symbol(self.shape_env, number, *bounds)
             expression = torch_compat.symbol_expression(number)
         self._expressions[symbol] = expression

@@ -17,7 +17,7 @@ from fxwrap.loop_ir.body_operations import Compute, Load, Operation, Reduce, map
 from fxwrap.loop_ir.builder import eliminate_dead_operations
 from fxwrap.loop_ir.canonicalize import replace_axes
 from fxwrap.loop_ir.index import ONE, as_index
-from fxwrap.loop_ir.kernel import Kernel
+from fxwrap.loop_ir.kernel import Buffer, Kernel
 from fxwrap.loop_ir.segment_fusion import merge_iterations
 from fxwrap.loop_ir.segments import axis_comparisons, decide_comparisons
 from fxwrap.loop_ir.verify import verify_kernel
@@ -29,8 +29,11 @@ MIN_WINDOW_LOADS = 8
 _MIN_SUMMED_LOADS = 3
 """The fewest that do in sums of windows' elements."""
 
-_MAX_ELEMENTS = 8
-"""The most elements that an iteration computes."""
+_MAX_ELEMENTS, _MAX_BYTES = 8, 16
+"""The most elements that an iteration computes, and the most bytes of one tensor that these are.
+
+Twice as many elements of four bytes were no faster on an H200, and their kernels took longer to compile.
+"""
 
 _MAX_LOADS = 160
 """The most loads of an iteration: registers hold those of several elements."""
@@ -49,10 +52,12 @@ def share_windows(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
     in sums, a reduced one along which no load is. `hint` returns a typical value of a size. Other kernels are returned
     unchanged.
     """
-    if not _has_windows(kernel):
+    buffer = _window(kernel)
+    if buffer is None:
         return kernel
     best, least = kernel, 1 - _MIN_SAVED
-    most = min(hint(count_points((*kernel.axes, *kernel.reduced))) // MIN_WINDOW_ITERATIONS, _MAX_ELEMENTS)
+    iterations = hint(count_points((*kernel.axes, *kernel.reduced)))
+    most = min(iterations // MIN_WINDOW_ITERATIONS, _MAX_ELEMENTS, _MAX_BYTES // buffer.dtype.itemsize)
     for axis in kernel.reduced or kernel.axes:
         accesses = [item for item in kernel.operations if isinstance(item, Load)] if kernel.reduced else kernel.stores
         if not isinstance(axis.size, int) or any(item.index.stride(axis) in (None, ONE) for item in accesses):
@@ -73,15 +78,18 @@ def _loads(kernel: Kernel, axis: Axis) -> int:
     return sum(isinstance(item, Load) and (not kernel.reduced or axis in axes) for item, axes in pairs)
 
 
-def _has_windows(kernel: Kernel) -> bool:
-    """Whether a kernel without order loads many elements of one buffer for each result, or for each summand."""
+def _window(kernel: Kernel) -> Buffer | None:
+    """Returns the buffer of which a kernel without order loads many elements for each result, or for each summand."""
     reductions = [item for item in kernel.operations if isinstance(item, Reduce)]
     if kernel.combines_values or kernel.scans or kernel.is_multi_pass or kernel.reduces_in_steps:
-        return False
+        return None
     if any(item.kind != "sum" or item.operand_precision is not None for item in reductions):
-        return False
-    buffers = Counter(item.buffer for item in kernel.operations if isinstance(item, Load))
-    return max(buffers.values(), default=0) >= (_MIN_SUMMED_LOADS if reductions else MIN_WINDOW_LOADS)
+        return None
+    loads = Counter(item.buffer for item in kernel.operations if isinstance(item, Load))
+    buffers = [item for item in kernel.inputs if loads[item.name]]
+    window = max(buffers, key=lambda item: loads[item.name], default=None)
+    least = _MIN_SUMMED_LOADS if reductions else MIN_WINDOW_LOADS
+    return window if window is not None and loads[window.name] >= least else None
 
 
 def _with_elements(kernel: Kernel, axis: Axis, count: int) -> tuple[Kernel, Axis]:
