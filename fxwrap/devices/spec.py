@@ -392,7 +392,7 @@ CUDA = DeviceSpec(
         patch_matmul_widths=((torch.float16, 16), (torch.bfloat16, 2)),
         pointwise_matmul_dtypes=_HALF,
         unfused_bias_dtypes=_HALF | {torch.float32},
-        depthwise_windows=((torch.bfloat16, (25, 25, 0)), (torch.float32, (49, 49, 0))),
+        depthwise_windows=((torch.bfloat16, (25, 25, 0)), (torch.float32, (49, 25, 0))),
     ),
     matmuls=MatmulTraits(
         epilogue_dtypes=_HALF,
