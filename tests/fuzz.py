@@ -149,11 +149,12 @@ GPU = replace(
 )  # fmt: skip
 """A CPU for whose kernels the compiler decides as for a GPU."""
 
-FAILURES_OF_TORCH = {
+REFUSED_GRAPHS = {
+    "by the guards of the graph, but option 'symbol_ranges'": "a range excludes the only size of a graph",
     "a_stride_expr": "cond does not merge branches whose dimensions of size 1 make strides ambiguous",
     "list assignment index out of range": "the fake rule of split of a dimension of size 0 fails (torch 2.11)",
 }
-"""Texts of errors of torch with which a graph is discarded, and the reasons."""
+"""Texts of errors with which a graph is discarded, and the reasons; most are errors of torch."""
 
 TRAINING = graphs(FAMILIES, writes=0, sizes=(3, 4, 2, 1, 5), dtypes=(torch.float32, torch.float64, torch.float32))
 DYNAMO_SETTINGS = {"capture_dynamic_output_shape_ops": True, "recompile_limit": 64}
@@ -403,7 +404,7 @@ def _infer(case: Case, subject: Subject) -> CaseResult:
     try:
         compiled = fxwrap.compile_graph(graph.module, sample, options=options)
     except GraphError as error:
-        reason = next((reason for text, reason in FAILURES_OF_TORCH.items() if text in str(error)), None)
+        reason = next((reason for text, reason in REFUSED_GRAPHS.items() if text in str(error)), None)
         if reason is None:
             raise
         return _discarded(reason)

@@ -213,6 +213,15 @@ def test_symbol_ranges_narrow_the_graphs_ranges() -> None:
     assert (program.body.lines[0].symbol.lower, program.body.lines[0].symbol.upper) == (4, 8)
 
 
+def test_a_symbol_range_that_excludes_the_only_size_is_an_error() -> None:
+    graph = make_fx(lambda x: x + torch.ones(3), tracing_mode="symbolic")(torch.randn(3, 4).sum(1))
+    (placeholder,) = graph.graph.find_nodes(op="placeholder")
+    size = placeholder.meta["val"].shape[0]
+    name = str(size.node._expr if hasattr(size, "node") else size)
+    with pytest.raises(GraphError, match=rf"{name} is 3 by the guards of the graph, .* \(4, 64\)"):
+        fxwrap.lower(graph, options=Options(symbol_ranges={name: (4, 64)}))
+
+
 def test_in_place_and_out_variants() -> None:
     def build(graph, x, y):
         buffer = graph.call_function(aten.empty_like.default, (x,))

@@ -162,10 +162,21 @@ class GraphSymbols:
         return translated if expression in self._inputs else simplify_by_ranges(translated, self.program.infos)
 
     def replace_guarded(self, number: SymbolicNumber) -> None:
-        """Translates each symbol for which the guards of the ShapeEnv of a number state a value to that value."""
+        """Translates each symbol for which the guards of the ShapeEnv of a number state a value to that value.
+
+        Raises GraphError if the caller's range of the symbol excludes the value.
+        """
         self._solve_guards(number)
         for symbol, value in self._equalities.items():
             if isinstance(symbol, sympy.Symbol) and value.is_Integer:
+                lower, upper = self.program.ranges.get(symbol.name, (value, value))
+                if not lower <= value <= upper:
+                    reason = (
+                        f"{symbol} is {value} by the guards of the graph, but option 'symbol_ranges' has {lower, upper}"
+                    )
+                    raise GraphError(
+                        "", reason, f"Leave {symbol} out of the option, or trace the graph without the guard"
+                    )
                 self._expressions[symbol] = value
 
     def preserve(self, expressions: Iterable[sympy.Basic]) -> None:

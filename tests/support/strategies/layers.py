@@ -223,7 +223,10 @@ def _image_norm(b: GraphDraw) -> None:
     pixels = sizes[0] * sizes[1]
     if pixels * (channels // groups) < 2:
         raise NoCandidate
-    b.call(aten.native_group_norm.default, image, scale, bias, n, channels, pixels, groups, 1e-2, exact=False)
+    try:
+        b.call(aten.native_group_norm.default, image, scale, bias, n, channels, pixels, groups, 1e-2, exact=False)
+    except RuntimeError as error:  # sizes of 1 make the layout of an image ambiguous, which torch refuses
+        raise NoCandidate from error
     del b.entries[-2:]  # the mean and the reciprocal deviation, whose dtype the device decides
 
 
