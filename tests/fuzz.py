@@ -335,7 +335,12 @@ class Subject:
     def _run_in_float64(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         if isinstance(self.graph, RandomFunction):
             return self.graph.exact_results(inputs)
-        return self._run(in_float64(self.graph.module), [promote(item) for item in inputs])
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)  # quotients of integers have it
+        try:
+            return self._run(in_float64(self.graph.module), [promote(item) for item in inputs])
+        finally:
+            torch.set_default_dtype(default)
 
     def _run(self, module: GraphModule, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         if self.is_traced:
