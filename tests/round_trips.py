@@ -50,7 +50,7 @@ from fxwrap.wrapper_ir import (
     uses_streams,
 )
 from tests.devices.registration import on_abacus
-from tests.fuzz import FAILURES_OF_TORCH
+from tests.fuzz import REFUSED_GRAPHS
 from tests.fuzz import Case as GraphCase
 from tests.fuzz import Subject as GraphSubject
 from tests.support import program_kernels
@@ -291,7 +291,7 @@ def _run_trip(trip: Trip, subject: Subject) -> Counter[str]:
     try:
         drawn = subject.drawn(trip.form)
     except (GraphError, NoProgramError, PendingUnbackedSymbolNotFound) as error:
-        if isinstance(error, GraphError) and not any(text in str(error) for text in FAILURES_OF_TORCH):
+        if isinstance(error, GraphError) and not any(text in str(error) for text in REFUSED_GRAPHS):
             raise
         return Counter({"no program": 1})
     form, program = FORMS[trip.form], drawn.program
