@@ -53,6 +53,9 @@ _WARP_ROW = 256
 STEP_ELEMENTS = 8
 """The elements of a thread in a step of a loop that loads them one by one: more masks do not fit predicates."""
 
+_SEVERAL_TENSORS = 3
+"""The tensors whose elements a loop reads once from which on its steps are of `STEP_ELEMENTS` a thread, too."""
+
 _LONG_ROW_STEP = 4
 """The same of long rows of several tensors that are read twice: more warps then hide each other's latency."""
 
@@ -173,7 +176,9 @@ def _looped_rows(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileConfi
     if count >= 2 * wave:  # rows of one multiprocessor hide each other's latency
         shapes.reverse()
     shapes.append((max(loop // 4, 1), 8))
-    shapes = [(_filled_block(kernel, r), warps) for r, warps in shapes]
+    if len(full_tile_loads(kernel)) >= _SEVERAL_TENSORS and not is_twice and count >= wave:
+        shapes.insert(0, (min(loop, STEP_ELEMENTS * WARP_LANES * 8), 8))  # registers for more programs
+    shapes = [*dict.fromkeys([(_filled_block(kernel, r), warps) for r, warps in shapes])]
     looped = [
         TileConfiguration(y=kernel.axes, r_block=r, looped=True, num_warps=min(warps, warps_of_tile(r, 8)))
         for r, warps in shapes
