@@ -38,6 +38,22 @@ def test_steps_of_loops_over_rows_are_filled(size: int, rows: int, tensors: int)
         assert -(-size // item.r_block) * item.r_block <= 1.25 * size
 
 
+@pytest.mark.parametrize(
+    ("rows", "size", "tensors", "step"),
+    [
+        (512, 50176, 3, 2048),
+        (300, 131072, 4, 2048),
+        (512, 50176, 2, 8192),
+        (64, 131072, 3, 8192),
+        (4096, 40000, 3, 2048),
+    ],
+)
+def test_steps_along_rows_of_several_tensors_are_small(rows: int, size: int, tensors: int, step: int) -> None:
+    """Threads then have registers for more programs; where these are few, long steps load more at once."""
+    first = configurations(rows_kernel(rows, size, tensors))[0]
+    assert (first.looped, first.r_block) == (True, step)
+
+
 def products(count: int, other: Callable[[Index, Axis], Index]) -> Kernel:
     """The products of each element of rows of `count` and others, at a position that follows from its own."""
     rows, inner = Axis("a", 1 << 20), Axis("b", count)
