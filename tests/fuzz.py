@@ -532,7 +532,7 @@ def _train(case: Case, subject: Subject) -> CaseResult:
         try:
             results = function.results(inputs, compiled)
         except Exception:
-            if _fails_in_torch(subject, inputs):
+            if _fails_in_torch(subject, inputs, None):
                 return _discarded("aot_eager fails too")
             raise
         try:
@@ -555,7 +555,7 @@ def _compile(subject: Subject, **keywords: Any) -> Compile:
     return cache(partial(torch.compile, dynamic=dynamic, **keywords))
 
 
-def _fails_in_torch(subject: Subject, inputs: Sequence[Tensor], wrong: Mapping[int, Tensor] | None = None) -> bool:
+def _fails_in_torch(subject: Subject, inputs: Sequence[Tensor], wrong: Mapping[int, Tensor] | None) -> bool:
     """Whether the backend "aot_eager", which runs no code of fxwrap, gives these wrong results, or fails without any.
 
     Known: wrong gradients of a returned view whose elements overlap, with torch 2.11 the fake rule of a split of a
@@ -565,7 +565,7 @@ def _fails_in_torch(subject: Subject, inputs: Sequence[Tensor], wrong: Mapping[i
         others = subject.function.results(inputs, _compile(subject, backend="aot_eager"))
     except Exception:  # noqa: BLE001  it is torch's, whatever it is
         return wrong is None
-    return wrong is not None and all(close(item, others[place]) for place, item in wrong.items())
+    return bool(wrong) and all(close(item, others[place]) for place, item in wrong.items())
 
 
 def _eager_layouts(module: GraphModule) -> set[int]:

@@ -171,12 +171,9 @@ class GraphSymbols:
             if isinstance(symbol, sympy.Symbol) and value.is_Integer:
                 lower, upper = self.program.ranges.get(symbol.name, (value, value))
                 if not lower <= value <= upper:
-                    reason = (
-                        f"{symbol} is {value} by the guards of the graph, but option 'symbol_ranges' has {lower, upper}"
-                    )
-                    raise GraphError(
-                        "", reason, f"Leave {symbol} out of the option, or trace the graph without the guard"
-                    )
+                    excluded = f"{symbol} is {value} by the guards of the graph, but option 'symbol_ranges' has"
+                    remedy = f"Leave {symbol} out of the option, or trace the graph without these guards"
+                    raise GraphError("", f"{excluded} ({lower}, {upper})", remedy)
                 self._expressions[symbol] = value
 
     def preserve(self, expressions: Iterable[sympy.Basic]) -> None:

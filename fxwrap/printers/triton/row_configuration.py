@@ -54,7 +54,7 @@ STEP_ELEMENTS = 8
 """The elements of a thread in a step of a loop that loads them one by one: more masks do not fit predicates."""
 
 _SEVERAL_TENSORS = 3
-"""The tensors whose elements a loop reads once from which on its steps are of `STEP_ELEMENTS` a thread, too."""
+"""The fewest tensors of which a thread has `STEP_ELEMENTS` in a step of a loop that reads them once, aligned or not."""
 
 _LONG_ROW_STEP = 4
 """The same of long rows of several tensors that are read twice: more warps then hide each other's latency."""
