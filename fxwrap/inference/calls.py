@@ -202,7 +202,10 @@ class CallInference:
         self._defined.add(symbol)
         definition = self.definitions.get(symbol.name)
         if definition is not None:
-            self._fakes.define(symbol, self._number(definition))
+            number = self._number(definition)
+            own = self._fakes.define(symbol, number)
+            if own is not number:
+                self._program_symbols[symbol_expression(own)] = symbol
             return
         shape_env, kind, hint = self._fakes.shape_env, symbol_kind(symbol.name), self._hint(symbol.name)
         number = new_symbol(shape_env, symbol.name, kind, hint)

@@ -19,10 +19,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap.converters.fx.nodes import GraphWriter
 from fxwrap.errors import UnsupportedError
-from fxwrap.inference import FakeValues
+from fxwrap.inference import CallInference, FakeValues, InferredResult
 from fxwrap.lines import CORE_LINES
-from fxwrap.symbolic import SymbolInfo, evaluate
+from fxwrap.symbolic import SymbolInfo, evaluate, make_symbol, parse_expr
 from fxwrap.torch_compat import FakeTensor, storage_identity, triton_kernel_at
+from fxwrap.wrapper_ir import TensorType, Value
 from tests.devices.copy_engine import AbacusCopy
 from tests.support.capture import capture_graphs
 from tests.support.long_form import long_only, sample_size
@@ -256,19 +257,21 @@ program @twice(%x: borrowed f32[s0, 4]@cpu) {
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
+NESTED_EXTREMA = {"n0": "64*ceildiv(s0, 64)"} | {
+    f"n{number}": f"max(n{number - 1} + 64*ceildiv({number}*s0, 64), 2*n{number - 1} - 256)" for number in range(1, 12)
+}
+"""Definitions of symbols by the one before, of which expansions double."""
+
+
 def test_offsets_of_nested_extrema_stay_short() -> None:
     """Each offset is the end of one of two buffers before it: expanded, the last one has thousands of terms."""
-    count = 12
-    lets = ["  n0 = symbol.let expr=64*ceildiv(s0, 64)"]
-    for number in range(1, count):
-        before = f"n{number - 1}"
-        lets.append(f"  n{number} = symbol.let expr=max({before} + 64*ceildiv({number}*s0, 64), 2*{before} - 256)")
+    lets = [f"  {name} = symbol.let expr={expression}" for name, expression in NESTED_EXTREMA.items()]
     text = f"""
 program @offsets(%x: borrowed f32[s0]@cpu) {{
   s0 = symbol.size(%x) dim=0
 {chr(10).join(lets)}
-  %pool = memory.pool() : u8[n{count - 1} + 4*s0]@cpu
-  %a = memory.pool_slice(%pool) offset=n{count - 1} : f32[s0]@cpu
+  %pool = memory.pool() : u8[n11 + 4*s0]@cpu
+  %a = memory.pool_slice(%pool) offset=n11 : f32[s0]@cpu
   extern.call @aten.sin.out(%x) outs=(%a)
   %b = extern.call @aten.cos.default(%a) : f32[s0]@cpu
   memory.free(%pool)
@@ -281,6 +284,20 @@ program @offsets(%x: borrowed f32[s0]@cpu) {{
     assert len(str(node.args[1].meta["val"])) < 1000
     x = torch.randn(5)
     torch.testing.assert_close(module(x), (x.sin().cos(),), rtol=0, atol=0)
+
+
+def test_results_have_sizes_that_are_nested_extrema() -> None:
+    inference = CallInference(SymbolInfo)
+    inference.definitions = {name: parse_expr(text) for name, text in NESTED_EXTREMA.items()}
+    size = make_symbol("n11")
+    operand = Value("x", TensorType(torch.float32, (size,), (1,), torch.device("cpu")))
+    (result,) = inference.results(torch.ops.aten.cos.default, (operand,), ())
+    assert isinstance(result, InferredResult)
+    assert isinstance(result.type, TensorType)
+    numbers: dict[str, Any] = {"s0": 5}
+    for name, expression in inference.definitions.items():
+        numbers[name] = evaluate(expression, numbers)
+    assert evaluate(result.type.sizes[0], numbers) == numbers["n11"]
 
 
 def test_the_boxed_entry_drops_owned_inputs_at_their_last_use() -> None:
